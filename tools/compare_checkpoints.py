@@ -103,15 +103,15 @@ def _pairs(first: WeightSource, second: WeightSource) -> Iterator[tuple[str, Ten
     if first.adapter is not None and second.adapter is not None:
         raise ConfigError(f"{first.adapter} and {second.adapter} are both adapters: merge one of them by to-hf first")
     swap = second.checkpoint is not None or second.adapter is not None
-    leading, other = (second, first) if swap else (first, second)
-    files, names = hf_model.DirectoryTensors(other.path), set()
+    leading, following = (second, first) if swap else (first, second)
+    files, names = hf_model.DirectoryTensors(following.path), set()
     for name, a in leading.tensors():
         if name not in files.stored:
-            raise ConfigError(f"{other.path} has no tensor {name}, which {leading.path} has")
+            raise ConfigError(f"{following.path} has no tensor {name}, which {leading.path} has")
         names.add(name)
         yield (name, files.whole(name), a) if swap else (name, a, files.whole(name))
-    if left := sorted(files.stored.keys() - names):
-        raise ConfigError(f"{leading.path} has no tensor {left[0]}, which {other.path} has")
+    if missing := sorted(files.stored.keys() - names):
+        raise ConfigError(f"{leading.path} has no tensor {missing[0]}, which {following.path} has")
 
 
 def _gap(a: Tensor, b: Tensor) -> dict[str, float]:

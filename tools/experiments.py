@@ -102,38 +102,40 @@ def load(path: Path, options: Options) -> Experiment:
     spec.loader.exec_module(module)
     if "experiment" not in vars(module):
         raise ConfigError(f"{path} has no function experiment(options)")
-    found = module.experiment(options)
-    if not isinstance(found, Experiment):
+    experiment = module.experiment(options)
+    if not isinstance(experiment, Experiment):
         raise ConfigError(
-            f"{path}: experiment(options) returned {type(found).__name__}; return an experiments.Experiment"
+            f"{path}: experiment(options) returned {type(experiment).__name__}; return an experiments.Experiment"
         )
-    _check_names(found, path)
-    return found
+    _check_names(experiment, path)
+    return experiment
 
 
 def with_overrides(experiment: Experiment, words: Sequence[str]) -> Experiment:
     """Returns the experiment with further settings, TASK.a.b=c, after those of its tasks. Raises ConfigError."""
-    own = {task.name: list(task.settings) for task in experiment.tasks if isinstance(task, Task)}
+    settings = {task.name: list(task.settings) for task in experiment.tasks if isinstance(task, Task)}
     for word in words:
         name, dot, setting = word.partition(".")
-        if not dot or "=" not in setting or name not in own:
-            raise ConfigError(f"{word!r}: give TASK.a.b=c, with a task of {', '.join(own)}")
-        own[name].append(setting)
-    tasks = [replace(task, settings=own[task.name]) if isinstance(task, Task) else task for task in experiment.tasks]
+        if not dot or "=" not in setting or name not in settings:
+            raise ConfigError(f"{word!r}: give TASK.a.b=c, with a task of {', '.join(settings)}")
+        settings[name].append(setting)
+    tasks = [
+        replace(task, settings=settings[task.name]) if isinstance(task, Task) else task for task in experiment.tasks
+    ]
     return replace(experiment, tasks=tasks)
 
 
 def for_local(experiment: Experiment) -> list[Planned]:
     """Plans the tasks on this machine: configs as they are, on launch.nproc ranks. Raises ConfigError."""
-    out: list[Planned] = []
+    plans: list[Planned] = []
     steps: dict[str, list[str]] = {}
     for task in experiment.tasks:
-        after = [step for name in task.after for step in steps[name]]
+        awaited = [step for name in task.after for step in steps[name]]
         with _named(task):
-            found = _program(task, after) if isinstance(task, Program) else _on_this_machine(task, after)
-        steps[task.name] = [step.name for step in found.steps]
-        out.append(found)
-    return _apart(out)
+            planned = _program(task, awaited) if isinstance(task, Program) else _on_this_machine(task, awaited)
+        steps[task.name] = [step.name for step in planned.steps]
+        plans.append(planned)
+    return _apart(plans)
 
 
 def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
@@ -141,23 +143,24 @@ def for_slurm(experiment: Experiment, site: Profile) -> list[Planned]:
 
     One job goes through NeMo-Run; an array, and what comes after one, goes through batch scripts.
     """
-    out: list[Planned] = []
-    own: dict[str, str] = {}  # task -> why it goes through slurm/
+    plans: list[Planned] = []
+    reasons: dict[str, str] = {}  # task -> why it goes through slurm/
     for task in experiment.tasks:
-        behind = next((name for name in task.after if name in own), None)
+        behind = next((name for name in task.after if name in reasons), None)
         if isinstance(task, Program):
             if behind is not None:
                 raise ConfigError(
-                    f"task {task.name!r}: a program cannot wait for {behind!r}, which {own[behind]}; let it come before"
+                    f"task {task.name!r}: a program cannot wait for {behind!r}, "
+                    f"which {reasons[behind]}; let it come before"
                 )
-            out.append(_program(task, task.after))
+            plans.append(_program(task, task.after))
             continue
         with _named(task):
-            found = _on_cluster(task, site, f"comes after {behind!r}" if behind else "")
-        if found.why:
-            own[task.name] = found.why
-        out.append(found)
-    return _apart(out)
+            planned = _on_cluster(task, site, f"comes after {behind!r}" if behind else "")
+        if planned.why:
+            reasons[task.name] = planned.why
+        plans.append(planned)
+    return _apart(plans)
 
 
 def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
@@ -189,7 +192,7 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
     return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, []))
 
 
-def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
+def _single(task: Task, config: Any, awaited: Sequence[str]) -> Planned:
     directory = _directory(config)
     words = [
         *_megatron_rl(task, directory / submit.JOBS / CONFIG),
@@ -197,36 +200,36 @@ def _single(task: Task, config: Any, after: Sequence[str]) -> Planned:
     ]
     job = None if isinstance(config, EvalConfig) else config.job
     step = Step(
-        name=task.name, words=words, after=after, directory=directory, nodes=job.nodes if job else 1,
+        name=task.name, words=words, after=awaited, directory=directory, nodes=job.nodes if job else 1,
         time=job.time if job else None,
     )  # fmt: skip
     return Planned(task=task, steps=[step], submission=Submission(directory, {CONFIG: config_files.dump(config)}, []))
 
 
-def _on_this_machine(task: Task, after: Sequence[str]) -> Planned:
+def _on_this_machine(task: Task, awaited: Sequence[str]) -> Planned:
     config = _read(task)
     if not task.points:
         resolve(config, config.launch.nproc, to_come=bool(task.after))
-        return _single(task, config, after)
+        return _single(task, config, awaited)
     points = [(point, _read(task, point)) for point in task.points]
     configs, listing = submit.sweep_configs(config.directory.absolute(), points)
-    for own in configs:
-        resolve(own, own.launch.nproc, to_come=bool(task.after))
+    for swept in configs:
+        resolve(swept, swept.launch.nproc, to_come=bool(task.after))
     # with these files `megatron-rl status` and `report` know the sweep
-    files = {f"{own.run.name}.yaml": config_files.dump(own) for own in configs} | {f"../{SWEEP}": listing}
+    files = {f"{swept.run.name}.yaml": config_files.dump(swept) for swept in configs} | {f"../{SWEEP}": listing}
     directory = _directory(config)
     steps = [
         Step(
-            name=f"{task.name}_{own.run.name}", after=after, directory=directory / own.run.name,
-            words=_megatron_rl(task, directory / submit.JOBS / f"{own.run.name}.yaml"),
+            name=f"{task.name}_{swept.run.name}", after=awaited, directory=directory / swept.run.name,
+            words=_megatron_rl(task, directory / submit.JOBS / f"{swept.run.name}.yaml"),
         )
-        for own in configs
+        for swept in configs
     ]  # fmt: skip
     return Planned(task=task, steps=steps, submission=Submission(directory, files, []))
 
 
-def _program(task: Program, after: Sequence[str]) -> Planned:
-    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=after)], submission=None)
+def _program(task: Program, awaited: Sequence[str]) -> Planned:
+    return Planned(task=task, steps=[Step(name=task.name, words=task.words, after=awaited)], submission=None)
 
 
 def _megatron_rl(task: Task, config: Path) -> list[str]:
@@ -239,8 +242,8 @@ def _read(task: Task, point: Mapping[str, Any] | None = None) -> Any:
         raise ConfigError(f"command {task.command!r}: give one of {', '.join(SCHEMAS)}")
     if task.points and task.command == "eval":
         raise ConfigError("a sweep is of train or sft: give evaluations a task each")
-    files, own = [Path(s) for s in task.settings if "=" not in s], [s for s in task.settings if "=" in s]
-    return config_files.load(SCHEMAS[task.command], files, [*own, *submit.overrides(point or {})])
+    files, assignments = [Path(s) for s in task.settings if "=" not in s], [s for s in task.settings if "=" in s]
+    return config_files.load(SCHEMAS[task.command], files, [*assignments, *submit.overrides(point or {})])
 
 
 def _directory(config: Any) -> Path:
@@ -261,16 +264,16 @@ def _named(task: Task | Program) -> Iterator[None]:
 def _apart(planned: list[Planned]) -> list[Planned]:
     """Raises ConfigError for two tasks in one directory, where each has its jobs/."""
     owners: dict[Path, str] = {}
-    for one in planned:
-        if one.submission is None:
+    for plan in planned:
+        if plan.submission is None:
             continue
-        if one.submission.directory in owners:
-            both = f"{owners[one.submission.directory]!r} and {one.task.name!r}"
+        if plan.submission.directory in owners:
+            both = f"{owners[plan.submission.directory]!r} and {plan.task.name!r}"
             raise ConfigError(
-                f"tasks {both} both have the directory {one.submission.directory}: "
+                f"tasks {both} both have the directory {plan.submission.directory}: "
                 "give each a run.name, or an output, of its own"
             )
-        owners[one.submission.directory] = one.task.name
+        owners[plan.submission.directory] = plan.task.name
     return planned
 
 

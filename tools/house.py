@@ -93,12 +93,12 @@ def code_lines(source: Source) -> int:
 
 def lines_of_code(package: list[Source], paths: list[str]) -> list[str]:
     """Returns the path of each code line of the package's Python, JavaScript and CSS, vendored files not counted."""
-    found = [source.path for source in package for _ in range(code_lines(source))]
+    paths_of_lines = [source.path for source in package for _ in range(code_lines(source))]
     for path in paths:
         if path.startswith(f"{PACKAGE}/") and path.endswith((".js", ".css")) and ".min." not in path:
             lines = [line.strip() for line in (ROOT / path).read_text().splitlines()]
-            found += [path for line in lines if line and not line.startswith(("//", "/*", "*"))]
-    return found
+            paths_of_lines += [path for line in lines if line and not line.startswith(("//", "/*", "*"))]
+    return paths_of_lines
 
 
 def tokens_of_code(package: list[Source]) -> list[str]:
@@ -151,7 +151,7 @@ def whole_configs(package: list[Source]) -> list[str]:
     These are parameters whose annotation names one of the configuration classes, and parameters called `config`
     without an annotation or with `Any`.
     """
-    found = []
+    places = []
     for source in package:
         for function in source.functions():
             arguments = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
@@ -160,8 +160,8 @@ def whole_configs(package: list[Source]) -> list[str]:
                 a.arg == "config" and (a.annotation is None or ast.unparse(a.annotation) == "Any") for a in arguments
             )
             if named or untyped and not source.path.startswith(CORE_CONFIGS):
-                found.append(f"{source.path}:{function.lineno} {function.name}")
-    return found
+                places.append(f"{source.path}:{function.lineno} {function.name}")
+    return places
 
 
 def single_use_helpers(package: list[Source]) -> list[str]:
@@ -197,15 +197,15 @@ def two_way_imports(package: list[Source]) -> list[str]:
     """Returns the pairs of packages directly below megatron_rl that import each other, in functions too."""
     edges: set[tuple[str, str]] = set()
     for source in package:
-        here = Path(source.path).with_suffix("").parts[1]
+        importer = Path(source.path).with_suffix("").parts[1]
         for node in source.nodes:
             names: list[str] = []
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.module:
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-            there = {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
-            edges |= {(here, other) for other in there - {here}}
+            imported = {name.split(".")[1] for name in names if name.startswith(f"{PACKAGE}.")}
+            edges |= {(importer, target) for target in imported - {importer}}
     return [f"{a} <-> {b}" for a, b in sorted(edges) if a < b and (b, a) in edges]
 
 
@@ -273,9 +273,9 @@ def figures() -> dict[str, list[str]]:
     }  # fmt: skip
 
 
-def values(found: dict[str, list[str]]) -> dict[str, float]:
+def values(places_of: dict[str, list[str]]) -> dict[str, float]:
     """Returns the number of each figure: the count of its places, and a rate for `raise` and generic names."""
-    result: dict[str, float] = {name: len(places) for name, places in found.items()}
+    result: dict[str, float] = {name: len(places) for name, places in places_of.items()}
     files = [path for path in tracked() if re.match(rf"{PACKAGE}/.*\.py$", path)]
     package = [
         Source(path, text, [*ast.walk(ast.parse(text))]) for path in files if (text := (ROOT / path).read_text())
@@ -292,14 +292,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="fail when a figure is above its bar")
     parser.add_argument("--list", choices=BARS, metavar="FIGURE", help="print the places that a figure counts")
     arguments = parser.parse_args()
-    found = figures()
+    places_of = figures()
     if arguments.list:
-        places = Counter(found[arguments.list])
+        places = Counter(places_of[arguments.list])
         print("\n".join(place if n == 1 else f"{n:6} {place}" for place, n in places.most_common()))
         return 0
     print(f"{'figure':32}{'value':>9}{'bar':>9}{'aim':>9}")
     beyond = []
-    for name, value in values(found).items():
+    for name, value in values(places_of).items():
         bar, aim = BARS[name]
         print(f"{name:32}{value:>9,}{bar:>9,}{aim:>9,}")
         if value > bar:

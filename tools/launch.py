@@ -80,9 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if len(files) != 1:
             raise ConfigError(f"give one definition, a .py file; this has {len(files)}")
         site = profile.read(args.profile or {"local": "cpu", "slurm": "a100"}[args.executor])
-        found = load(Path(files[0]), Options(small=args.small, dir=args.dir))
-        found = with_overrides(found, [word for word in nemo_words if word not in files])
-        return _local(found, site, args) if args.executor == "local" else _slurm(found, site, args)
+        experiment = load(Path(files[0]), Options(small=args.small, dir=args.dir))
+        experiment = with_overrides(experiment, [word for word in nemo_words if word not in files])
+        return _local(experiment, site, args) if args.executor == "local" else _slurm(experiment, site, args)
     except ConfigError as error:
         print(f"launch: {error}", file=sys.stderr)
         return 2
@@ -147,7 +147,7 @@ def _local(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
     planned = for_local(experiment)
     python = common_settings(site)["PYTHON"]
     if args.dryrun:
-        for step in (step for one in planned for step in one.steps):
+        for step in (step for plan in planned for step in plan.steps):
             print(f"# {step.name}{_behind(step.after)}\n{shlex.join([str(python), *step.words])}")
         return 0
     nemo = _nemo_run()
@@ -155,7 +155,7 @@ def _local(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
         states = _run_steps(
             nemo,
             experiment.name,
-            [step for one in planned for step in _written(one)],
+            [step for plan in planned for step in _written(plan)],
             site,
             at_once=args.at_once,
             signals=signals,
@@ -200,11 +200,11 @@ def _run_steps(
     while waiting:
         for step in steps:
             if step.name in waiting and (
-                signals.number or any(states.get(before, DONE) != DONE for before in step.after)
+                signals.number or any(states.get(awaited, DONE) != DONE for awaited in step.after)
             ):
                 states[step.name] = LOST
                 del waiting[step.name]
-        ready = [step for step in waiting.values() if all(before in states for before in step.after)][:at_once]
+        ready = [step for step in waiting.values() if all(awaited in states for awaited in step.after)][:at_once]
         if not ready:
             break
         with nemo.Experiment(name, skip_status_at_exit=True, enable_goodbye_message=False) as running:
@@ -219,7 +219,7 @@ def _run_steps(
 
 def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> int:
     planned = for_slurm(experiment, site)
-    _refuse_taken([step for one in planned for step in one.steps], site)
+    _refuse_taken([step for plan in planned for step in plan.steps], site)
     if args.dryrun:
         _print_scripts(_nemo_run(), experiment.name, planned, site)
         return 0
@@ -227,17 +227,17 @@ def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
     nemo = _nemo_run()
     for name in (left_out := slurm_commands.left_out(os.environ)):
         del os.environ[name]  # NeMo-Run calls sbatch with this process's environment
-    for one in planned:
-        if one.submission is not None:
-            submit.refuse_busy(one.submission.directory)
-    ids = _submit_steps(nemo, experiment.name, [step for one in planned for step in _written(one)], site)
-    for one in planned:
-        if one.submission is not None and one.why:
-            print(f"{one.task.name} {one.why}: it goes through the batch scripts of `megatron-rl submit`")
-            submit.write(one.submission)
-            ids[one.task.name] = [*submit.send(one.submission, dependency=_dependency(one, planned, ids)).values()]
-        elif one.submission is not None:
-            submit.record_job(one.submission.directory, f"{one.task.name}_sbatch.sh", ids[one.task.name][0])
+    for plan in planned:
+        if plan.submission is not None:
+            submit.refuse_busy(plan.submission.directory)
+    ids = _submit_steps(nemo, experiment.name, [step for plan in planned for step in _written(plan)], site)
+    for plan in planned:
+        if plan.submission is not None and plan.why:
+            print(f"{plan.task.name} {plan.why}: it goes through the batch scripts of `megatron-rl submit`")
+            submit.write(plan.submission)
+            ids[plan.task.name] = [*submit.send(plan.submission, dependency=_dependency(plan, planned, ids)).values()]
+        elif plan.submission is not None:
+            submit.record_job(plan.submission.directory, f"{plan.task.name}_sbatch.sh", ids[plan.task.name][0])
     for name, jobs in ids.items():
         print(f"submitted {name}: job {', '.join(jobs)}")
     print(f"left out of this shell's environment: {', '.join(left_out) or 'nothing'}")
@@ -247,7 +247,7 @@ def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
 def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profile) -> None:
     """Prints the batch scripts. NeMo-Run's dry run writes its own to files, which are printed and removed."""
     with nemo.Experiment(name, id=f"{name}_{DRY}", serialize_metadata_for_scripts=False) as dry:
-        for step in (step for one in planned for step in one.steps):
+        for step in (step for plan in planned for step in plan.steps):
             dry.add(
                 _script(nemo, _slurm_words(step, site)),
                 executor=_slurm_executor(nemo, name, step, site),
@@ -262,14 +262,14 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
     }
     for directory in directories:
         shutil.rmtree(directory)
-    for one in planned:
-        for step in one.steps:
+    for plan in planned:
+        for step in plan.steps:
             print(f"# ---- {step.name}, by NeMo-Run{_behind(step.after)}\n{texts[step.name]}")
-        if one.submission is not None and one.why:
-            for script in one.submission.scripts:
-                path = f"{one.submission.directory}/{submit.JOBS}/{script}"
-                print(f"# ---- {one.task.name} {one.why}: {path}{_behind(one.task.after)}")
-                print(one.submission.files[script])
+        if plan.submission is not None and plan.why:
+            for script in plan.submission.scripts:
+                path = f"{plan.submission.directory}/{submit.JOBS}/{script}"
+                print(f"# ---- {plan.task.name} {plan.why}: {path}{_behind(plan.task.after)}")
+                print(plan.submission.files[script])
 
 
 def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) -> dict[str, list[str]]:
@@ -308,10 +308,10 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     is_program = step.directory is None
     ranks, gpus = (1, 0) if is_program else (site.ranks_per_node, site.gpus_per_node)
     image = site.container if site.container is not None and site.container.runtime == "pyxis" else None
-    here = os.getcwd()  # relative paths of configs count from here; of two such options srun takes the last
-    words = [*site.srun, f"--container-workdir={here}" if image else f"--chdir={here}"]
+    folder = os.getcwd()  # relative paths of configs count from here; of two such options srun takes the last
+    words = [*site.srun, f"--container-workdir={folder}" if image else f"--chdir={folder}"]
     more = {
-        "chdir": here,
+        "chdir": folder,
         "propagate": "NONE",
         "kill_on_invalid_dep": "yes",
         "qos": site.qos,
@@ -321,7 +321,7 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
     if gpus and site.gpu_type:
         more["gpus_per_node"] = f"{site.gpu_type}:{gpus}"
     exports = [f"export {key}={_quoted(value)}" for key, value in site.environment.items()]
-    own = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{SRUN}"
+    pythonpath = f"export PYTHONPATH={_quoted(str(ROOT))}${{PYTHONPATH:+:$PYTHONPATH}}\n{SRUN}"
     executor = nemo.SlurmExecutor(
         account=site.account, partition=site.partition, time=step.time or site.time, nodes=step.nodes,
         ntasks_per_node=ranks, gpus_per_node=gpus or None, cpus_per_task=site.cpus_per_rank * max(1, gpus // ranks),
@@ -330,7 +330,7 @@ def _slurm_executor(nemo: Any, name: str, step: Step, site: Profile) -> Any:
         container_mounts=list(image.mounts) if image else [], srun_args=words,
         additional_parameters={key: value for key, value in more.items() if value is not None},
         tunnel=nemo.LocalTunnel(job_dir=""),
-        setup_lines="\n".join([*exports, own, *site.setup]), poll_estimated_start_time=False,
+        setup_lines="\n".join([*exports, pythonpath, *site.setup]), poll_estimated_start_time=False,
     )  # fmt: skip
     if step.directory is not None:
         executor.job_details.folder = str(step.directory / "logs")  # where `megatron-rl logs` looks
@@ -390,14 +390,14 @@ def _written(planned: Planned) -> Sequence[Step]:
     return planned.steps
 
 
-def _dependency(one: Planned, planned: Sequence[Planned], ids: Mapping[str, Sequence[str]]) -> str | None:
+def _dependency(plan: Planned, planned: Sequence[Planned], ids: Mapping[str, Sequence[str]]) -> str | None:
     """Returns a task's dependency as sbatch takes it, or None.
 
     A chain cancels the slices that it does not need, which Slurm takes for a failure. A task after a chain starts after
     any end, and fails where the chain has left no model.
     """
-    chains = {other.task.name for other in planned if other.slices > 1}
-    return ",".join(f"{'afterany' if name in chains else 'afterok'}:{ids[name][0]}" for name in one.task.after) or None
+    chains = {candidate.task.name for candidate in planned if candidate.slices > 1}
+    return ",".join(f"{'afterany' if name in chains else 'afterok'}:{ids[name][0]}" for name in plan.task.after) or None
 
 
 def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_s: float) -> int:
@@ -406,15 +406,15 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
     states: dict[str, str] = {}
     while True:
         try:
-            now = slurm_commands.states([job for found in ids.values() for job in found])
+            now = slurm_commands.states([job for jobs in ids.values() for job in jobs])
         except slurm_commands.SlurmError as error:  # slurmctld is busy or away; the jobs are not
             print(f"{time.strftime('%H:%M:%S')} {error}", flush=True)
             time.sleep(every_s)
             continue
         states |= now
-        for name, found in ids.items():
+        for name, jobs in ids.items():
             text = ", ".join(
-                sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in found})
+                sorted({state.lower() for element, state in states.items() if element.partition("_")[0] in jobs})
             )
             if text != last.get(name):
                 last[name] = text
@@ -422,20 +422,20 @@ def _follow(planned: Sequence[Planned], ids: Mapping[str, Sequence[str]], every_
         if all(state in ENDED for state in now.values()):
             break
         time.sleep(every_s)
-    bad = [one.task.name for one in planned if not _succeeded(one, ids[one.task.name], states)]
+    bad = [plan.task.name for plan in planned if not _succeeded(plan, ids[plan.task.name], states)]
     print(f"not done: {', '.join(bad)}" if bad else "all tasks are done")
     return 1 if bad else 0
 
 
-def _succeeded(one: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
-    if isinstance(one.task, Task) and one.submission is not None and one.task.command != "eval":
-        return all(job_slices.finished(run) for run in submit.runs_of(one.submission.directory))
+def _succeeded(plan: Planned, jobs: Sequence[str], states: Mapping[str, str]) -> bool:
+    if isinstance(plan.task, Task) and plan.submission is not None and plan.task.command != "eval":
+        return all(job_slices.finished(run) for run in submit.runs_of(plan.submission.directory))
     return {state for element, state in states.items() if element.partition("_")[0] in jobs} == {"COMPLETED"}
 
 
-def _behind(after: Sequence[str]) -> str:
+def _behind(awaited: Sequence[str]) -> str:
     """Returns the words on what a step waits for."""
-    return f", after {', '.join(after)}" if after else ""
+    return f", after {', '.join(awaited)}" if awaited else ""
 
 
 def _job_id(job: Any) -> str:

@@ -100,10 +100,10 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the bytes that the plan moves over each kind of link, and the least seconds that this takes."""
     links: Counter[str] = Counter({"same device": args.bytes * sum(plan.held.values())})
-    out, into, node_out, node_in = Counter(), Counter(), Counter(), Counter()
+    sent, into, node_out, node_in = Counter(), Counter(), Counter(), Counter()
     for bucket in plan.buckets:
         size, nodes = bucket.elements * args.bytes, (sending.nodes[bucket.source], receiving.nodes[bucket.destination])
-        out[bucket.source] += size
+        sent[bucket.source] += size
         into[bucket.destination] += size
         if nodes[0] == nodes[1]:
             links["within a node"] += size
@@ -114,7 +114,7 @@ def measure(
     engines = len(receiving.nodes)
     model = args.bytes * sum(rows * columns for rows, columns in hf_shapes(sizes).values())
     network = args.network / 8 * 1e9
-    direct = max(most(node_out, node_in) / network, most(out, into) / NVLINK)
+    direct = max(most(node_out, node_in) / network, most(sent, into) / NVLINK)
     gathered = max(model * min(args.gpus_per_node, engines) / network, model / NVLINK)
     return {
         "model_gb": model / 1e9,
@@ -122,7 +122,7 @@ def measure(
         **{f"{link.replace(' ', '_')}_gb": size / 1e9 for link, size in links.items()},
         "sent_gb": args.bytes * plan.sent / 1e9,
         "bound_gb": args.bytes * plan.lower_bound / 1e9,
-        "most_sent_by_a_rank_gb": max(out.values(), default=0) / 1e9,
+        "most_sent_by_a_rank_gb": max(sent.values(), default=0) / 1e9,
         "most_received_by_a_rank_gb": max(into.values(), default=0) / 1e9,
         "messages": len(plan.buckets),
         "rounds": 1 + max((b.round_number for b in plan.buckets), default=-1),
@@ -174,12 +174,12 @@ def read_model(name: str) -> Sizes:
 
 def read_trainer(text: str) -> TrainerLayout:
     """Returns the trainer's layout from a text like tp4,pp2,dp4. Raises ConfigError."""
-    known = ("tp", "pp", "dp", "ep", "etp")
+    axes = ("tp", "pp", "dp", "ep", "etp")
     parts = {
         m[1]: int(m[2]) for m in (re.fullmatch(r"([a-z]+)([1-9]\d*)", part.strip()) for part in text.split(",")) if m
     }
-    if len(parts) != len(text.split(",")) or any(name not in known for name in parts):
-        raise ConfigError(f"--trainer {text}: give parts like tp4, of {', '.join(known)}, with commas between")
+    if len(parts) != len(text.split(",")) or any(name not in axes for name in parts):
+        raise ConfigError(f"--trainer {text}: give parts like tp4, of {', '.join(axes)}, with commas between")
     return TrainerLayout(**parts)
 
 

@@ -43,17 +43,17 @@ def with_repository_links(markdown: str, folder: Path, repository: str) -> tuple
     """
     missing: list[str] = []
 
-    def address(found: re.Match[str]) -> str:
-        target = (folder / found[1]).resolve()
+    def address(link: re.Match[str]) -> str:
+        target = (folder / link[1]).resolve()
         if target.is_relative_to(DOCS):
-            return found[0]
+            return link[0]
         if not target.is_relative_to(ROOT) or not target.exists():
-            missing.append(found[1])
-            return found[0]
+            missing.append(link[1])
+            return link[0]
         if not repository:
-            return f"]({target.as_uri()}{found[2] or ''})"
+            return f"]({target.as_uri()}{link[2] or ''})"
         kind = "tree" if target.is_dir() else "blob"
-        return f"]({repository.rstrip('/')}/{kind}/{BRANCH}/{target.relative_to(ROOT).as_posix()}{found[2] or ''})"
+        return f"]({repository.rstrip('/')}/{kind}/{BRANCH}/{target.relative_to(ROOT).as_posix()}{link[2] or ''})"
 
     lines, in_code = [], False
     for line in markdown.splitlines(keepends=True):

@@ -26,9 +26,9 @@ PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(5, 29)]  # Python 
 
 def main() -> None:
     pins = [line.split("==") for line in (GPU / "versions.txt").read_text().splitlines() if line and line[0] != "#"]
-    found = {name: _metadata(name, version) for name, version in pins}
-    (GPU / "wheels.json").write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{len(found)} packages", file=sys.stderr)
+    packages = {name: _metadata(name, version) for name, version in pins}
+    (GPU / "wheels.json").write_text(json.dumps(packages, indent=1) + "\n")
+    print(f"{len(packages)} packages", file=sys.stderr)
 
 
 def _metadata(name: str, version: str) -> dict[str, Any]:
@@ -45,13 +45,13 @@ def _of_wheel(name: str, version: str) -> dict[str, Any] | None:
         done = subprocess.run([*words, f"{name}=={version}"], stderr=subprocess.DEVNULL)
         if done.returncode:
             return None
-        [found] = json.loads(report.read_text())["install"]
-    said = found["metadata"]
+        [installed] = json.loads(report.read_text())["install"]
+    stated = installed["metadata"]
     return {
-        "file": found["download_info"]["url"].rpartition("/")[2],
-        "version": said["version"],
-        "requires_python": said.get("requires_python"),
-        "requires": said.get("requires_dist", []),
+        "file": installed["download_info"]["url"].rpartition("/")[2],
+        "version": stated["version"],
+        "requires_python": stated.get("requires_python"),
+        "requires": stated.get("requires_dist", []),
     }
 
 
@@ -61,10 +61,10 @@ def _of_source(name: str, version: str) -> dict[str, Any]:
     words = [sys.executable, "-m", "pip", "download", "-vv", "--no-deps", "--no-build-isolation", "--no-binary=:all:"]
     with tempfile.TemporaryDirectory() as directory:
         done = subprocess.run([*words, f"--dest={directory}", f"{name}=={version}"], capture_output=True, text=True)
-    found = re.search(rf"https?://\S+/{re.escape(stem)}\.tar\.gz", done.stdout)
-    if found is None:
+    address = re.search(rf"https?://\S+/{re.escape(stem)}\.tar\.gz", done.stdout)
+    if address is None:
         sys.exit(f"pip finds no {stem}.tar.gz:\n{done.stdout}{done.stderr}")
-    with urllib.request.urlopen(found[0], timeout=TIMEOUT_S) as answer:
+    with urllib.request.urlopen(address[0], timeout=TIMEOUT_S) as answer:
         content = answer.read()
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         member = archive.extractfile(f"{stem}/PKG-INFO")

@@ -13,28 +13,28 @@ LINE = re.compile(r"([\w.-]+)(?:([=>]=)([\w.]+))?")
 
 def problems(file: Path) -> list[str]:
     """Returns a sentence for each line of a file in pip's form whose package is missing, or is of another version."""
-    out = []
+    lines = []
     for line in file.read_text().splitlines():
-        wanted = LINE.match(line.partition("#")[0].strip())
-        if wanted is None:
+        requirement = LINE.match(line.partition("#")[0].strip())
+        if requirement is None:
             continue
-        name, sign, version = wanted.groups()
+        name, sign, version = requirement.groups()
         try:
-            found = metadata.version(name)
+            installed = metadata.version(name)
         except metadata.PackageNotFoundError:
-            out.append(f"{name} is missing ({file.name})")
+            lines.append(f"{name} is missing ({file.name})")
             continue
-        if (sign == "==" and found != version) or (sign == ">=" and _numbers(found) < _numbers(version)):
-            out.append(f"{name} is {found}, {file.name} wants {sign}{version}")
-    return out
+        if (sign == "==" and installed != version) or (sign == ">=" and _numbers(installed) < _numbers(version)):
+            lines.append(f"{name} is {installed}, {file.name} wants {sign}{version}")
+    return lines
 
 
 def main() -> int:
     """Prints what is missing. Returns 1 when something is."""
-    found = [problem for name in ("machine.txt", "wheels.txt") for problem in problems(HERE / name)]
-    for problem in found:
+    messages = [problem for name in ("machine.txt", "wheels.txt") for problem in problems(HERE / name)]
+    for problem in messages:
         print(problem)
-    if found:
+    if messages:
         print("see docs/how_to/gpu.md, `On your first GPU`")
         return 1
     import torch

@@ -34,12 +34,12 @@ DECODED = 128  # tokens of each row while kernels are recorded
 def decode_profile(findings: Findings, scale: Scale, directory: Path, rows: int) -> dict[str, float]:
     """Records the kernels of a rollout of `rows` rows, its tokens per second, and how many CUDA graphs it captured."""
     model = subjects.transformers_model(directory).eval()
-    own = EmbeddedEngine(directory, dtype=torch.bfloat16, max_batch=rows)
-    own.load(model.named_parameters(), version=0)
+    embedded = EmbeddedEngine(directory, dtype=torch.bfloat16, max_batch=rows)
+    embedded.load(model.named_parameters(), version=0)
     del model
-    prompts = np.random.default_rng(0).integers(0, own.arch.vocab, (rows, scale.prompt)).tolist()
+    prompts = np.random.default_rng(0).integers(0, embedded.arch.vocab, (rows, scale.prompt)).tolist()
     new = min(scale.new, DECODED)
-    recorder, captures = own._recorder, 0
+    recorder, captures = embedded._recorder, 0
     if recorder is not None:
         record = recorder.record
 
@@ -49,26 +49,26 @@ def decode_profile(findings: Findings, scale: Scale, directory: Path, rows: int)
             return record(step)
 
         recorder.record = counted
-    complete(own, prompts, Sampling(max_tokens=new))
+    complete(embedded, prompts, Sampling(max_tokens=new))
     first, captures = captures, 0
-    seconds = clock.wall_seconds(lambda: complete(own, prompts, Sampling(max_tokens=new)))
-    found = {
+    seconds = clock.wall_seconds(lambda: complete(embedded, prompts, Sampling(max_tokens=new)))
+    figures = {
         "tokens_per_s": rows * new / seconds,
         "seconds": seconds,
         "captures": max(first, captures),
         "refused": bool(recorder is not None and getattr(recorder, "_refused", False)),
     }
     if ProfilerActivity.CUDA not in supported_activities():
-        return found
+        return figures
     with profile(activities=[ProfilerActivity.CUDA]) as taken:
-        complete(own, prompts, Sampling(max_tokens=new))
+        complete(embedded, prompts, Sampling(max_tokens=new))
         torch.cuda.synchronize()
     events = [e for e in taken.key_averages() if e.self_device_time_total > 0 and not e.is_user_annotation]
     top = sorted(events, key=lambda e: -e.self_device_time_total)[: train.TOP]
     findings.more[f"decode{rows}"] = [
         {"name": e.key[:120], "calls": e.count, "ms": e.self_device_time_total / 1e3} for e in top
     ]
-    return found | {"busy_s": sum(e.self_device_time_total for e in events) / 1e6}
+    return figures | {"busy_s": sum(e.self_device_time_total for e in events) / 1e6}
 
 
 def plan(findings: Findings, scale: Scale, folder: Path) -> Iterator[Measurement]:
@@ -76,7 +76,7 @@ def plan(findings: Findings, scale: Scale, folder: Path) -> Iterator[Measurement
     directories = {name: subjects.write_config(folder / name, name, scale) for name in scale.models}
     long, short = scale.tokens[-1], scale.tokens[0]
     few, many = scale.rows[0], scale.rows[-1]
-    one, seven = directories["1.5B"], directories["7B"]
+    small, seven = directories["1.5B"], directories["7B"]
 
     def ours(directory: Path, kind: str, tokens: int) -> Measurement:
         case = Case(scale, directory, kind=kind, tokens=tokens)
@@ -86,28 +86,30 @@ def plan(findings: Findings, scale: Scale, folder: Path) -> Iterator[Measurement
         case = Case(scale, directory, kind=kind, tokens=tokens)
         return f"{case.name}/transformers", functools.partial(train._theirs, findings, case)
 
-    make = functools.partial(subjects.make_policy, one, recompute=subjects.RECOMPUTES[0], tokens=short, optimizer=True)
+    make = functools.partial(
+        subjects.make_policy, small, recompute=subjects.RECOMPUTES[0], tokens=short, optimizer=True
+    )
     cudnn = {"ours": False, "generate": True}
     yield "device", functools.partial(train._rates, scale)
-    yield ours(one, "equal", long)
-    yield "profile", functools.partial(train._profile, findings, scale, one, long)
+    yield ours(small, "equal", long)
+    yield "profile", functools.partial(train._profile, findings, scale, small, long)
     yield ours(seven, "equal", long)
-    yield f"decode{few}", functools.partial(decode_profile, findings, scale, one, few)
+    yield f"decode{few}", functools.partial(decode_profile, findings, scale, small, few)
     yield "refit", lambda: engine._refit(findings, scale, make(), folder / "refit", "off")
     yield "sleep", lambda: engine._sleep(make(), short)
     yield "head", functools.partial(train._head, findings, scale)
-    yield "attention", functools.partial(train._attention, findings, scale, one, long)
-    yield ours(one, "varied", long)
-    yield theirs(one, "equal", long)
-    yield f"rows{few}", functools.partial(engine._rollout, scale, one, few, cudnn)
-    yield f"rows{many}", functools.partial(engine._rollout, scale, one, many, cudnn)
-    yield f"varied{scale.varied_rows[0]}", functools.partial(engine.varied_rollout, scale, one, scale.varied_rows[0])
-    yield f"decode{many}", functools.partial(decode_profile, findings, scale, one, many)
+    yield "attention", functools.partial(train._attention, findings, scale, small, long)
+    yield ours(small, "varied", long)
+    yield theirs(small, "equal", long)
+    yield f"rows{few}", functools.partial(engine._rollout, scale, small, few, cudnn)
+    yield f"rows{many}", functools.partial(engine._rollout, scale, small, many, cudnn)
+    yield f"varied{scale.varied_rows[0]}", functools.partial(engine.varied_rollout, scale, small, scale.varied_rows[0])
+    yield f"decode{many}", functools.partial(decode_profile, findings, scale, small, many)
     yield "refit_verified", lambda: engine._refit(findings, scale, make(), folder / "verified", "full")
     yield ours(seven, "varied", long)
-    yield ours(one, "varied", short)
+    yield ours(small, "varied", short)
     yield theirs(seven, "equal", long)
-    yield "cudnn", functools.partial(train._cudnn, scale, one, short)
+    yield "cudnn", functools.partial(train._cudnn, scale, small, short)
 
 
 def main(words: list[str] | None = None) -> None:

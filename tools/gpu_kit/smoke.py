@@ -71,10 +71,10 @@ def facts(sizes: Sizes) -> Mapping[str, Any]:
     """Names the device and the versions of the libraries."""
     import triton
 
-    own = torch.cuda.get_device_properties(0)
-    free, whole = torch.cuda.mem_get_info()
+    device = torch.cuda.get_device_properties(0)
+    free, total = torch.cuda.mem_get_info()
     return {
-        "name": own.name, "sms": own.multi_processor_count, "free_gib": free / 2**30, "gib": whole / 2**30,
+        "name": device.name, "sms": device.multi_processor_count, "free_gib": free / 2**30, "gib": total / 2**30,
         "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda,
         "nccl": torch.cuda.nccl.version(), "cudnn": torch.backends.cudnn.version(), "shm": os.path.isdir("/dev/shm"),
         "cpus": os.cpu_count(),
@@ -90,10 +90,10 @@ def kernels(sizes: Sizes) -> None:
 def sum_in_product(sizes: Sizes) -> Mapping[str, Any]:
     """Adds a bfloat16 product to a float32 tensor in place, as the gradients of weights are summed."""
     total = torch.randn(sizes.inner, sizes.hidden, device="cuda")
-    left, right = (torch.randn(sizes.rows, n, device="cuda").bfloat16() for n in (sizes.inner, sizes.hidden))
-    exact = total.double() + left.double().t() @ right.double()
+    inner, hidden = (torch.randn(sizes.rows, n, device="cuda").bfloat16() for n in (sizes.inner, sizes.hidden))
+    exact = total.double() + inner.double().t() @ hidden.double()
     place = total.data_ptr()
-    add_product(total, left.t(), right)
+    add_product(total, inner.t(), hidden)
     _require(total.data_ptr() == place, "the sum is in another tensor")
     return _small("error", error_of(total, exact), 1e-5)
 
@@ -106,9 +106,9 @@ def varlen_attention(sizes: Sizes) -> Mapping[str, Any]:
     for window in (None, 64):
         q, k, v = (torch.randn(tokens, h, 128, device="cuda").bfloat16().requires_grad_() for h in (12, 2, 2))
         runs = varlen.segments(sizes.lengths, None, torch.device("cuda", 0))
-        out = varlen.attend(q, k, v, runs, scale=None, window=window)
-        seed = torch.randn_like(out)
-        ours = [out, *torch.autograd.grad(out, (q, k, v), seed)]
+        attended = varlen.attend(q, k, v, runs, scale=None, window=window)
+        seed = torch.randn_like(attended)
+        ours = [attended, *torch.autograd.grad(attended, (q, k, v), seed)]
         wide = [x.detach().double().requires_grad_() for x in (q, k, v)]
         exact = torch.cat([_attention(*parts, window) for parts in _sequences(wide, sizes.lengths)])
         theirs = [exact, *torch.autograd.grad(exact, wide, seed.double())]
@@ -121,7 +121,7 @@ def head(sizes: Sizes) -> Mapping[str, Any]:
     hidden = (torch.randn(sizes.rows // 2, sizes.hidden, device="cuda") / 8).bfloat16().requires_grad_()
     weight = (torch.randn(sizes.vocab, sizes.hidden, device="cuda") / 8).bfloat16().requires_grad_()
     labels = torch.randint(0, sizes.vocab, (len(hidden),), device="cuda")
-    found: list[list[Tensor]] = []
+    passes: list[list[Tensor]] = []
     for triton in (True, False):
         hidden.grad = weight.grad = None
         rows = vocab_parallel_statistics(
@@ -129,10 +129,10 @@ def head(sizes: Sizes) -> Mapping[str, Any]:
             names=["logprobs", "entropy"], triton=triton,
         )  # fmt: skip
         (rows[0].sum() + 0.1 * rows[1].sum()).backward()
-        found.append([rows.detach(), *(x.grad.clone() for x in (hidden, weight) if x.grad is not None)])
+        passes.append([rows.detach(), *(x.grad.clone() for x in (hidden, weight) if x.grad is not None)])
     exact = (hidden.detach() @ weight.detach().T).float().log_softmax(-1)
     rows = torch.stack([exact.gather(1, labels[:, None])[:, 0], -(exact.exp() * exact).sum(-1)])
-    errors = [error_of(found[0][0], rows), *(error_of(a, b) for a, b in zip(*found, strict=True))]
+    errors = [error_of(passes[0][0], rows), *(error_of(a, b) for a, b in zip(*passes, strict=True))]
     return _small("errors", max(errors), 0.02) | {"errors": errors}
 
 
@@ -148,18 +148,18 @@ def graphs(sizes: Sizes) -> Mapping[str, Any]:
     """Compares tokens of the embedded engine with CUDA graphs and without, and draws a random number afterwards."""
     from tiny_models import make_model
 
-    path, found = make_model(Path(tempfile.mkdtemp()) / "m", "qwen2", vocab_size=97, num_hidden_layers=2), {}
+    path, runs = make_model(Path(tempfile.mkdtemp()) / "m", "qwen2", vocab_size=97, num_hidden_layers=2), {}
     for dtype, with_graphs in ((torch.float32, False), (torch.float32, True), (torch.bfloat16, True)):
         engine = EmbeddedEngine(path, cuda_graphs=with_graphs, dtype=dtype)
         engine.load_pretrained()
         start = time.monotonic()
         answer = complete(engine, [[3, 14, 15]], Sampling(max_tokens=sizes.new, temperature=0.0))
-        found[dtype, with_graphs] = answer[0][0].tokens.tolist(), time.monotonic() - start
+        runs[dtype, with_graphs] = answer[0][0].tokens.tolist(), time.monotonic() - start
         refused = with_graphs and engine._recorder is not None and getattr(engine._recorder, "_refused", False)
         _require(not refused, f"a step in {dtype} was not captured: the warning above says why")
-    _require(found[torch.float32, True][0] == found[torch.float32, False][0], "graphs write other tokens")
+    _require(runs[torch.float32, True][0] == runs[torch.float32, False][0], "graphs write other tokens")
     _require(0 <= torch.rand(1, device="cuda").item() < 1, "the random generator is broken")
-    return {"with_s": found[torch.float32, True][1], "without_s": found[torch.float32, False][1]}
+    return {"with_s": runs[torch.float32, True][1], "without_s": runs[torch.float32, False][1]}
 
 
 def cuda_ipc(sizes: Sizes) -> None:
@@ -171,28 +171,28 @@ def cuda_ipc(sizes: Sizes) -> None:
     answers, done = spawn.Queue(), spawn.Event()
     process = spawn.Process(target=_read_memory, args=(address, answers, done), daemon=True)
     process.start()
-    found = answers.get(timeout=45)
+    read = answers.get(timeout=45)
     done.set()
-    _require(found == 3 * MESSAGE, f"the other process read {found}")
+    _require(read == 3 * MESSAGE, f"the other process read {read}")
 
 
 def nccl_absent_peer(sizes: Sizes) -> Mapping[str, Any]:
     """Waits for a message of a peer that never sends, in a process of its own: the wait and the close must end."""
     spawn = multiprocessing.get_context("spawn")
-    answers, found = spawn.Queue(), dict[str, Any]()
+    answers, report = spawn.Queue(), dict[str, Any]()
     process = spawn.Process(target=_wait_for_nobody, args=(answers,), daemon=True)
     process.start()
     try:
-        found |= answers.get(timeout=40)
-        found |= answers.get(timeout=12)
+        report |= answers.get(timeout=40)
+        report |= answers.get(timeout=12)
         process.join(10)
-        found["exit"] = process.exitcode
+        report["exit"] = process.exitcode
     except queues.Empty:
-        found["hung"] = "in close" if found else "in the wait"
+        report["hung"] = "in close" if report else "in the wait"
     if process.is_alive():
         process.kill()
-    _require("close_s" in found and found["exit"] == 0, json.dumps(found))
-    return found
+    _require("close_s" in report and report["exit"] == 0, json.dumps(report))
+    return report
 
 
 def adam(sizes: Sizes) -> Mapping[str, Any]:
@@ -200,12 +200,12 @@ def adam(sizes: Sizes) -> Mapping[str, Any]:
     params = [torch.nn.Parameter(torch.randn(sizes.parameters, device="cuda")) for _ in range(24)]
     for p in params:
         p.grad = torch.randn_like(p)
-    own = FusedAdam(params, lr=1e-6, weight_decay=0.01)
-    found = {"ours_s": clock.median_seconds(own.step, rounds=3), "params": 24 * sizes.parameters}
+    fused_adam = FusedAdam(params, lr=1e-6, weight_decay=0.01)
+    figures = {"ours_s": clock.median_seconds(fused_adam.step, rounds=3), "params": 24 * sizes.parameters}
     if sizes.tiny:
-        return found
+        return figures
     fused = torch.optim.AdamW(params, lr=1e-6, weight_decay=0.01, fused=True)
-    return found | {"torch_fused_s": clock.median_seconds(fused.step, rounds=3)}
+    return figures | {"torch_fused_s": clock.median_seconds(fused.step, rounds=3)}
 
 
 def rates(sizes: Sizes) -> Mapping[str, Any]:
@@ -229,21 +229,21 @@ CHECKS: tuple[Callable[[Sizes], Mapping[str, Any] | None], ...] = (
 OTHER_PROCESS = (cuda_ipc, nccl_absent_peer)  # the pretended device is not there in a process that is started anew
 
 
-def error_of(found: Tensor, exact: Tensor) -> float:
+def error_of(approximation: Tensor, exact: Tensor) -> float:
     """Returns the norm of the difference, relative to the norm of the exact tensor."""
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    return float((approximation.double() - exact.double()).norm() / exact.double().norm())
 
 
 def run(check: Callable[[Sizes], Mapping[str, Any] | None], sizes: Sizes) -> dict[str, Any]:
     """Runs a check. Returns {"ok", "s"} and either the check's figures or its error."""
     start = time.monotonic()
     try:
-        found = {"ok": True, **(check(sizes) or {})}
+        outcome = {"ok": True, **(check(sizes) or {})}
         torch.cuda.synchronize()
     except Exception as error:  # whatever fails here is what the check is for
         traceback.print_exc()
-        found = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:500]}"}
-    return found | {"s": round(time.monotonic() - start, 2)}
+        outcome = {"ok": False, "error": f"{type(error).__name__}: {str(error)[:500]}"}
+    return outcome | {"s": round(time.monotonic() - start, 2)}
 
 
 def main(words: list[str] | None = None) -> dict[str, Any]:
@@ -253,18 +253,18 @@ def main(words: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--budget", type=float, default=60.0, help="no check begins after so many seconds")
     parser.add_argument("--tiny", action="store_true", help="small tensors")
     args = parser.parse_args(words)
-    began, found = time.monotonic(), dict[str, Any]()
+    began, outcomes = time.monotonic(), dict[str, Any]()
     with subjects.one_rank():
         for check in CHECKS:
             if args.tiny and check in OTHER_PROCESS:
                 continue
             over = time.monotonic() - began > args.budget
-            one = {"skipped": "the budget was over"} if over else run(check, SMALL if args.tiny else FULL)
-            found[check.__name__] = one
-            print(check.__name__, json.dumps(one)[:300], flush=True)
-            args.out.write_text(json.dumps(found, indent=1))
-    print("failed:", [name for name, one in found.items() if not one.get("ok")] or "nothing")
-    return found
+            outcome = {"skipped": "the budget was over"} if over else run(check, SMALL if args.tiny else FULL)
+            outcomes[check.__name__] = outcome
+            print(check.__name__, json.dumps(outcome)[:300], flush=True)
+            args.out.write_text(json.dumps(outcomes, indent=1))
+    print("failed:", [name for name, outcome in outcomes.items() if not outcome.get("ok")] or "nothing")
+    return outcomes
 
 
 def _require(holds: bool, otherwise: str) -> None:

@@ -52,21 +52,21 @@ def main() -> None:
     print(f"{options.out}: SmolLM2-135M-Instruct, of 4-bit weights")
 
 
-def write(file: GGUFReader, out: Path) -> None:
+def write(file: GGUFReader, folder: Path) -> None:
     """Writes config, weights, tokenizer and chat template. The config comes last: a directory with one is complete."""
     meta = {name: field.contents() for name, field in file.fields.items()}
-    out.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     heads = {"attn_q": meta["llama.attention.head_count"], "attn_k": meta["llama.attention.head_count_kv"]}
-    save_file(weights(file, heads), out / "model.safetensors", metadata={"format": "pt"})
-    write_tokenizer(meta, out)
+    save_file(weights(file, heads), folder / "model.safetensors", metadata={"format": "pt"})
+    write_tokenizer(meta, folder)
     ends = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
-    (out / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n")
-    (out / "config.json").write_text(json.dumps(model_config(meta) | ends, indent=1) + "\n")
+    (folder / "generation_config.json").write_text(json.dumps(ends, indent=1) + "\n")
+    (folder / "config.json").write_text(json.dumps(model_config(meta) | ends, indent=1) + "\n")
 
 
 def weights(file: GGUFReader, heads: dict[str, int]) -> dict[str, torch.Tensor]:
     """Returns float32 weights under their Hugging Face names. The output layer is the embedding."""
-    found = {}
+    tensors = {}
     for tensor in file.tensors:
         array = dequantize(tensor.data, tensor.tensor_type).copy()
         words = tensor.name.split(".")
@@ -75,8 +75,8 @@ def weights(file: GGUFReader, heads: dict[str, int]) -> dict[str, torch.Tensor]:
             array = unpermuted(array, heads[words[2]]) if words[2] in heads else array
         else:
             name = f"{TOP[words[0]]}.weight"
-        found[name] = torch.from_numpy(np.ascontiguousarray(array, np.float32))
-    return found
+        tensors[name] = torch.from_numpy(np.ascontiguousarray(array, np.float32))
+    return tensors
 
 
 def unpermuted(rows: np.ndarray, heads: int) -> np.ndarray:
@@ -109,7 +109,7 @@ def model_config(meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_tokenizer(meta: dict[str, Any], out: Path) -> None:
+def write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
     """Writes GPT-2's byte-level BPE behind a split into single digits, which llama.cpp calls `smollm`."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
@@ -119,15 +119,15 @@ def write_tokenizer(meta: dict[str, Any], out: Path) -> None:
     backend.decoder = decoders.ByteLevel()
     marks = [token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL]
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in marks])
-    backend.save(str(out / "tokenizer.json"))
+    backend.save(str(folder / "tokenizer.json"))
     template = meta["tokenizer.chat_template"]
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<|im_start|>", "eos_token": END, "pad_token": END,
         "unk_token": "<|endoftext|>", "clean_up_tokenization_spaces": False, "model_max_length": 8192,
         "chat_template": template,
     }  # fmt: skip
-    (out / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
-    (out / "chat_template.jinja").write_text(template)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1, ensure_ascii=False) + "\n")
+    (folder / "chat_template.jinja").write_text(template)
 
 
 if __name__ == "__main__":
