@@ -110,14 +110,14 @@ def checkpoints(path: str, directory: Path, layouts=DENSE) -> dict[str, Any]:
         policy.state.saved(wait=True)
         errors[f"{name}/background"] = distance(stands, dict(DistCheckpoint(target).tensors(policy.arch)))
         policy.state.load(target)
-        other = make(path, second)
-        other.state.load(target)
+        reloaded = make(path, second)
+        reloaded.state.load(target)
         stored = dict(DistCheckpoint(target).tensors(policy.arch))
         errors[f"{name}/read"] = float(stored.keys() != weights(policy).keys()) + distance(weights(policy), stored)
-        errors[f"{name}/loaded"] = distance(weights(policy), weights(other))
-        metrics = [(learn(policy), learn(other)) for _ in range(2)][-1]
+        errors[f"{name}/loaded"] = distance(weights(policy), weights(reloaded))
+        metrics = [(learn(policy), learn(reloaded)) for _ in range(2)][-1]
         errors[f"{name}/lr"] = abs(metrics[0]["lr"] - metrics[1]["lr"])
-        errors[f"{name}/after"] = distance(weights(policy), weights(other))
+        errors[f"{name}/after"] = distance(weights(policy), weights(reloaded))
     return errors | {"settings": changed_settings(path, layouts[0][1], directory / "same")}
 
 
@@ -126,31 +126,31 @@ def changed_settings(path: str, layout: Layout, checkpoint: Path) -> list[Any]:
     SCHEDULED, one with these other settings that goes on from a checkpoint, and one that adopts them in a stage. Their
     learning rate is constant, so that it does not depend on the step. Only the first two have another schedule and
     decay of norms, which a stage does not change."""
-    other = Optimizer(lr=3e-4, min_lr=2e-4, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4, clip_grad=0.25)
-    built, resumed = (make(path, layout, optimizer=other) for _ in range(2))
+    optimizer_changed = Optimizer(lr=3e-4, min_lr=2e-4, weight_decay=0.3, betas=(0.5, 0.6), eps=1e-4, clip_grad=0.25)
+    built, resumed = (make(path, layout, optimizer=optimizer_changed) for _ in range(2))
     resumed.state.load(checkpoint)
     staged = make(path, layout, optimizer=Optimizer(betas=(0.1, 0.2)))
-    staged.adopt(replace(staged.role, optimizer=other))
-    found = []
+    staged.adopt(replace(staged.role, optimizer=optimizer_changed))
+    states = []
     for policy in (built, resumed, staged):
         learn(policy)
         numbers = ("lr", "max_lr", "min_lr", "weight_decay", "betas", "eps")
         groups = [{n: g[n] for n in numbers if n in g} for g in policy.optimizer.param_groups]
-        clips = [own.config.clip_grad for own in parts(policy.optimizer)]
-        found.append([sorted(groups, key=lambda group: group["weight_decay"]), clips])
-    return found
+        clips = [optimizer.config.clip_grad for optimizer in parts(policy.optimizer)]
+        states.append([sorted(groups, key=lambda group: group["weight_decay"]), clips])
+    return states
 
 
 def writers_of(policy: MegatronPolicy) -> list[Any]:
     """The processes that write what this rank saves, if it saves something."""
-    found = [call.async_caller.process for call in policy.state._saves.async_calls]
-    return [process for process in found if process is not None]
+    processes = [call.async_caller.process for call in policy.state._saves.async_calls]
+    return [process for process in processes if process is not None]
 
 
 def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
     """Two policies are saved at once, and the second one is written first. Both ranks write."""
-    made = {name: make(path, PLAIN) for name, path in (("first", large), ("second", small))}
-    for name, policy in made.items():
+    policies = {name: make(path, PLAIN) for name, path in (("first", large), ("second", small))}
+    for name, policy in policies.items():
         if dist.get_rank() == 0:
             (directory / name).mkdir(parents=True)
         dist.barrier()
@@ -158,12 +158,12 @@ def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
         if name == "first":  # it has not written 40 MB a moment after it was started
             for writer in writers_of(policy):
                 os.kill(writer.pid, signal.SIGSTOP)
-    for writer in writers_of(made["second"]):
+    for writer in writers_of(policies["second"]):
         writer.join()
     errors: dict[str, Any] = {"reports": filesystem_async._results_queue.qsize()}
-    for writer in writers_of(made["first"]):
+    for writer in writers_of(policies["first"]):
         os.kill(writer.pid, signal.SIGCONT)
-    for name, policy in made.items():
+    for name, policy in policies.items():
         policy.state.saved(wait=True)
         errors[name] = distance(weights(policy), dict(DistCheckpoint(directory / name).tensors(policy.arch)))
         policy.state.load(directory / name)
@@ -172,7 +172,7 @@ def overtaken(large: str, small: str, directory: Path) -> dict[str, Any]:
 
 def refusals(directory: Path) -> dict[str, str]:
     """Returns what the policy says to models and layouts that it cannot train right."""
-    out = {}
+    messages = {}
     for name, model, layout in (
         ("dense", "model", Layout(ep=2)),
         ("no_sequence_parallel", "experts", Layout(tp=2)),
@@ -182,7 +182,7 @@ def refusals(directory: Path) -> dict[str, str]:
         try:
             make(str(directory / model), layout)
         except ConfigError as error:
-            out[name] = str(error)
+            messages[name] = str(error)
     loss = PolicyLoss(LossConfig(objective="distilled_top_k", kl_coef=0.0))
     policy, rollouts = make(str(directory / "model"), Layout()), []
     for r in make_rollouts(97):
@@ -192,8 +192,8 @@ def refusals(directory: Path) -> dict[str, str]:
     try:
         policy.update(work, 0, loss)
     except ValueError as error:
-        out["vocabulary"] = str(error)
-    return out
+        messages["vocabulary"] = str(error)
+    return messages
 
 
 def few_tokens(path: str) -> float:
@@ -201,11 +201,11 @@ def few_tokens(path: str) -> float:
     layouts = (Layout(ep=2), Layout(etp=2), Layout(tp=2, sequence_parallel=True, ep=2, etp=1))
     plain, rollouts = make(path, Layout()), make_rollouts(97)
     parts = [[min(rollouts, key=lambda r: len(r.tokens))], rollouts[:1]]
-    wanted = [(logprobs_of(plain, part), learn(plain, part)["grad_norm"]) for part in parts]
+    expected = [(logprobs_of(plain, part), learn(plain, part)["grad_norm"]) for part in parts]
     errors = [0.0]
     for layout in layouts:
         policy = make(path, layout)
-        for part, (logprobs, norm) in zip(parts, wanted, strict=True):
+        for part, (logprobs, norm) in zip(parts, expected, strict=True):
             errors.append((logprobs_of(policy, part) - logprobs).abs().max().item())
             errors.append(abs(learn(policy, part)["grad_norm"] - norm))
     return max(errors)
@@ -245,24 +245,24 @@ def sleep(path: str, layout: Layout = PLAIN) -> dict[str, Any]:
     frozen = make(path, layout, trainable=False)
     rollouts = make_rollouts(97)
     gap = (logprobs_of(frozen, rollouts) - logprobs_of(make(path, Layout(pp=2)), rollouts)).abs().max().item()
-    found = {"distance": distance(weights(awake), weights(sleeper)), "present": present}
-    return {"held": held, "asleep": asleep, "away": away, "frozen": gap} | found
+    kept = {"distance": distance(weights(awake), weights(sleeper)), "present": present}
+    return {"held": held, "asleep": asleep, "away": away, "frozen": gap} | kept
 
 
 def holdings(path: str) -> dict[str, Any]:
     """Numbers of the rollouts that this rank holds after a hand-out, and its statistics' names, by layout."""
-    out, loss, rollouts = {}, WeightedLogprobs(), make_rollouts(97)
+    sizes, loss, rollouts = {}, WeightedLogprobs(), make_rollouts(97)
     for name, layout in (("dp", Layout()), ("tp", Layout(tp=2)), ("pp", Layout(pp=2)), ("cp", Layout(cp=2))):
         policy = make(path, layout)
         work, _ = work_of(policy, rollouts, loss)
         tokens = [t for i in work.flat.numbers.tolist() for t in rollouts[i].tokens.tolist()]
-        found = policy.statistics(work)
-        out[name] = {
+        statistics = policy.statistics(work)
+        sizes[name] = {
             "numbers": sorted(work.flat.numbers.tolist()),
             "tokens": work.flat.tokens[:-1].tolist() == tokens,
-            "logprobs": [len(values) == work.num_tokens for values in found.values()],
+            "logprobs": [len(values) == work.num_tokens for values in statistics.values()],
         }
-    return out
+    return sizes
 
 
 def head() -> dict[str, float]:
@@ -281,7 +281,7 @@ def head() -> dict[str, float]:
         labels, scales = torch.randint(vocab, (150,)), torch.randn(6, 150)
         candidates = torch.randint(vocab, (150, 3))
         candidates[:50, 1], scales[2] = labels[:50], 0.0  # a label may be a candidate; the mean has no gradient
-        for name, asked, rows_asked in (
+        for name, names, rows_asked in (
             ("logprob", ("logprobs",), 1),
             ("both", ("logprobs", "entropy"), 2),
             ("mean", STATISTICS[:3], 3),
@@ -289,20 +289,20 @@ def head() -> dict[str, float]:
         ):
             a, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
             log_p = (a @ w[:vocab].T / 0.7).log_softmax(-1)
-            whole = [log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)]
-            wanted = torch.stack([*whole, *log_p.gather(1, candidates).T][:rows_asked])
-            (wanted * scales[:rows_asked]).sum().backward()
+            columns = [log_p[torch.arange(150), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)]
+            expected = torch.stack([*columns, *log_p.gather(1, candidates).T][:rows_asked])
+            (expected * scales[:rows_asked]).sum().backward()
             first = dist.get_rank() * rows
             b, v = hidden.clone().requires_grad_(), weight[first : first + rows].clone().requires_grad_()
-            found = vocab_statistics.vocab_parallel_statistics(
-                b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=asked,
+            ours = vocab_statistics.vocab_parallel_statistics(
+                b, v, labels, first_row=first, vocab=vocab, temperature=0.7, group=dist.group.WORLD, names=names,
                 candidates=candidates,
             )  # fmt: skip
-            (found * scales[:rows_asked]).sum().backward()
+            (ours * scales[:rows_asked]).sum().backward()
             grad = b.grad.clone()
             dist.all_reduce(grad)
             pairs = {
-                "value": (found, wanted),
+                "value": (ours, expected),
                 "hidden": (grad, a.grad),
                 "weight": (v.grad, w.grad[first : first + rows]),
             }
@@ -311,7 +311,7 @@ def head() -> dict[str, float]:
 
 
 def main() -> None:
-    out, path = Path(sys.argv[1]), sys.argv[2]
+    output_path, path = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world()  # made once, before the groups that end
@@ -319,21 +319,21 @@ def main() -> None:
     large, tied = str(parent / "large"), str(parent / "tied")
     answer = {
         "roles": apart(two_roles, path),
-        "checkpoints": apart(checkpoints, path, out.parent / "ckpt"),
+        "checkpoints": apart(checkpoints, path, output_path.parent / "ckpt"),
         "sleep": apart(sleep, path),
         "head": apart(head),
         "holdings": apart(holdings, path),
-        "overtaken": apart(overtaken, large, path, out.parent / "overtaken"),
+        "overtaken": apart(overtaken, large, path, output_path.parent / "overtaken"),
         "checkpoint_memory": apart(checkpoint_memory, large, parent / "large_checkpoint"),
-        "tied": apart(checkpoints, tied, out.parent / "tied_ckpt", TIED),
+        "tied": apart(checkpoints, tied, output_path.parent / "tied_ckpt", TIED),
         "experts": {
-            "checkpoints": apart(checkpoints, experts, out.parent / "expert_ckpt", EXPERTS),
+            "checkpoints": apart(checkpoints, experts, output_path.parent / "expert_ckpt", EXPERTS),
             "few": apart(few_tokens, experts),
             "sleep": apart(sleep, experts, Layout(ep=2)),
             "refusals": apart(refusals, parent),
         },
     }
-    out.write_text(json.dumps(answer))
+    output_path.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 

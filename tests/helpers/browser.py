@@ -32,7 +32,7 @@ UNTIL = """
 def chromium() -> str | None:
     """Returns the browser's program; None where there is none."""
     names = ("chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if (found := shutil.which(name))), None)
+    return next((program for name in names if (program := shutil.which(name))), None)
 
 
 class BrowserError(RuntimeError):
@@ -119,10 +119,10 @@ class Browser:
             raise BrowserError(json.dumps(answer["exceptionDetails"])[:2000])
         return answer["result"].get("value")
 
-    def shoot(self, path: Path, *, whole: bool = False) -> Path:
+    def shoot(self, path: Path, *, full_page: bool = False) -> Path:
         """Writes a picture of what is to be seen, or of the whole page, and returns its path."""
-        found = self.call("Page.captureScreenshot", captureBeyondViewport=whole)
-        path.write_bytes(base64.b64decode(found["data"]))
+        screenshot = self.call("Page.captureScreenshot", captureBeyondViewport=full_page)
+        path.write_bytes(base64.b64decode(screenshot["data"]))
         return path
 
     def call(self, method: str, *, timeout_s: float = 60, **params: Any) -> dict[str, Any]:
@@ -147,10 +147,10 @@ class Browser:
         while b"\0" not in self._buffer:
             if not select.select([self._from], [], [], max(0.0, end - time.monotonic()))[0]:
                 raise BrowserError(f"the browser said nothing for {timeout_s} s")
-            found = os.read(self._from, 1 << 20)
-            if not found:
+            chunk = os.read(self._from, 1 << 20)
+            if not chunk:
                 raise BrowserError("the browser has ended")
-            self._buffer += found
+            self._buffer += chunk
         line, _, rest = bytes(self._buffer).partition(b"\0")
         self._buffer = bytearray(rest)
         message = json.loads(line)

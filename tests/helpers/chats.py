@@ -40,9 +40,9 @@ def chat_tokenizer(template=CHATML, *, adds_begin=False):
     core.add_special_tokens(SPECIAL)
     if adds_begin:
         core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    made = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|im_end|>")
-    made.chat_template = template
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="<|im_end|>")
+    tokenizer.chat_template = template
+    return tokenizer
 
 
 def said(role, content):
@@ -65,7 +65,7 @@ HARMONY_TOKENS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|
 
 def harmony_tokenizer():
     """Makes a tokenizer of characters with gpt-oss's special tokens and a template like gpt-oss's."""
-    made = chat_tokenizer(HARMONY)
-    made.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
-    made.eos_token = "<|return|>"
-    return made
+    tokenizer = chat_tokenizer(HARMONY)
+    tokenizer.add_special_tokens({"additional_special_tokens": HARMONY_TOKENS})
+    tokenizer.eos_token = "<|return|>"
+    return tokenizer

@@ -63,9 +63,9 @@ class Judge:
         assert top.ids.shape == top.top_logprobs.shape == (len(tokens), k)
         assert not top.ids[0].any() and not top.top_logprobs[0].any()
         every = self.logits(tokens)[:-1].log_softmax(-1)
-        own = every.gather(1, torch.from_numpy(top.ids[1:]).long()).numpy()
-        assert top.top_logprobs[1:] == pytest.approx(own, abs=NEAR)
-        assert own == pytest.approx(every.topk(k).values.numpy(), abs=CLOSE)
+        top_logprobs = every.gather(1, torch.from_numpy(top.ids[1:]).long()).numpy()
+        assert top.top_logprobs[1:] == pytest.approx(top_logprobs, abs=NEAR)
+        assert top_logprobs == pytest.approx(every.topk(k).values.numpy(), abs=CLOSE)
         assert all(len(set(ids)) == k for ids in top.ids[1:].tolist())
 
     def check_greedy(self, prompt: list[int], completion: Completion) -> None:
@@ -112,9 +112,9 @@ def sampled_logprobs_equal_transformers(engine: Engine, judge: Judge) -> None:
     for prompt, group in zip(some, complete(engine, some, Sampling(max_tokens=16, n=2, seed=4)), strict=True):
         assert len(group) == 2
         for completion in group:
-            wanted = judge.logprobs(prompt, completion)
-            assert completion.logprobs == pytest.approx(wanted, abs=NEAR)
-            assert completion.model_logprobs == pytest.approx(wanted, abs=NEAR)
+            expected = judge.logprobs(prompt, completion)
+            assert completion.logprobs == pytest.approx(expected, abs=NEAR)
+            assert completion.model_logprobs == pytest.approx(expected, abs=NEAR)
 
 
 def logprobs_are_of_the_distribution_sampled_from(engine: Engine, judge: Judge) -> None:
@@ -123,8 +123,8 @@ def logprobs_are_of_the_distribution_sampled_from(engine: Engine, judge: Judge) 
         some, complete(engine, some, Sampling(max_tokens=12, temperature=0.5, seed=1)), strict=True
     ):
         assert completion.logprobs == pytest.approx(judge.logprobs(prompt, completion, 0.5), abs=NEAR)
-    [[one]] = complete(engine, some[:1], Sampling(max_tokens=8, top_k=1, seed=1))
-    assert np.abs(one.logprobs).max() < 1e-6, "top_k = 1 leaves one token"
+    [[single]] = complete(engine, some[:1], Sampling(max_tokens=8, top_k=1, seed=1))
+    assert np.abs(single.logprobs).max() < 1e-6, "top_k = 1 leaves one token"
 
 
 def truncation_keeps_what_it_should(engine: Engine, judge: Judge) -> None:
@@ -170,8 +170,8 @@ def stop_tokens_end_a_completion_and_stay(engine: Engine, judge: Judge) -> None:
     for group in complete(engine, prompts(judge), Sampling(max_tokens=40, stop_tokens=stops, n=2, seed=6)):
         for c in group:
             assert not set(c.tokens[:-1].tolist()) & (set(stops) | judge.eos)
-            wanted = Stop.STOP if c.tokens[-1] in stops else Stop.EOS if c.tokens[-1] in judge.eos else Stop.LENGTH
-            assert c.stop is wanted
+            expected = Stop.STOP if c.tokens[-1] in stops else Stop.EOS if c.tokens[-1] in judge.eos else Stop.LENGTH
+            assert c.stop is expected
             ended += c.stop is Stop.STOP
     assert ended
 
@@ -185,9 +185,9 @@ def stop_strings_end_with_the_token_that_completed_them(engine: Engine, judge: J
     for prompt, [c] in zip(
         some, complete(engine, some, Sampling(max_tokens=30, seed=5, stop_strings=(text,))), strict=True
     ):
-        whole = judge.tokenizer.decode(c.tokens, skip_special_tokens=False)
-        before = judge.tokenizer.decode(c.tokens[:-1], skip_special_tokens=False)
-        assert (text in whole) == (c.stop is Stop.STOP) and text not in before, (prompt[:4], whole)
+        text_now = judge.tokenizer.decode(c.tokens, skip_special_tokens=False)
+        text_before = judge.tokenizer.decode(c.tokens[:-1], skip_special_tokens=False)
+        assert (text in text_now) == (c.stop is Stop.STOP) and text not in text_before, (prompt[:4], text_now)
 
 
 def the_context_is_an_end(engine: Engine, judge: Judge) -> None:
@@ -215,17 +215,17 @@ def arrays_have_their_types(engine: Engine, judge: Judge) -> None:
 
 
 def every_ask_has_its_own_sampling_and_key(engine: Engine, judge: Judge) -> None:
-    one, other = prompts(judge)[1], prompts(judge)[3]
+    short, long = prompts(judge)[1], prompts(judge)[3]
     sampling = Sampling(max_tokens=9, n=2, seed=11)
     session = engine.session()
-    session.ask(-4, one, GREEDY)
-    session.ask(1 << 40, other, sampling)
-    session.ask(7, other, sampling)
-    found = dict(session.answers())
+    session.ask(-4, short, GREEDY)
+    session.ask(1 << 40, long, sampling)
+    session.ask(7, long, sampling)
+    answers = dict(session.answers())
     session.close()
-    assert {key: len(group) for key, group in found.items()} == {-4: 1, 1 << 40: 2, 7: 2}
-    judge.check_greedy(one, found[-4][0])
-    assert texts([found[7]]) != texts([found[1 << 40]])
+    assert {key: len(group) for key, group in answers.items()} == {-4: 1, 1 << 40: 2, 7: 2}
+    judge.check_greedy(short, answers[-4][0])
+    assert texts([answers[7]]) != texts([answers[1 << 40]])
 
 
 def draws_do_not_depend_on_other_draws(engine: Engine, judge: Judge) -> None:
@@ -241,31 +241,31 @@ def draws_do_not_depend_on_greedy_requests(engine: Engine, judge: Judge) -> None
 
 def _check_alone(engine: Engine, key: int, asks: list[tuple[int, list[int], Sampling]]) -> None:
     """The completions of `key` are the same with all requests as with this request alone."""
-    found = []
+    texts_of = []
     for some in (asks, [ask for ask in asks if ask[0] == key]):
         session = engine.session()
         for ask in some:
             session.ask(*ask)
-        found.append(texts([dict(session.answers())[key]]))
+        texts_of.append(texts([dict(session.answers())[key]]))
         session.close()
-    assert found[0] == found[1]
+    assert texts_of[0] == texts_of[1]
 
 
 def more_may_be_asked_while_answers_are_read(engine: Engine, judge: Judge) -> None:
     """A conversation of three turns, each asked when the one before it is answered, and a fourth when all had ended."""
-    session, said = engine.session(), {0: prompts(judge)[0]}
-    session.ask(0, said[0], GREEDY)
+    session, conversations = engine.session(), {0: prompts(judge)[0]}
+    session.ask(0, conversations[0], GREEDY)
     for key, [completion] in session.answers():
         if key < 2:
-            said[key + 1] = [*said[key], *completion.tokens.tolist(), 5]
-            session.ask(key + 1, said[key + 1], GREEDY, after=key)
-        judge.check_greedy(said[key], completion)
-    assert len(said) == 3
+            conversations[key + 1] = [*conversations[key], *completion.tokens.tolist(), 5]
+            session.ask(key + 1, conversations[key + 1], GREEDY, after=key)
+        judge.check_greedy(conversations[key], completion)
+    assert len(conversations) == 3
     assert list(session.answers()) == []
-    session.ask(3, said[0], GREEDY, after=0)
+    session.ask(3, conversations[0], GREEDY, after=0)
     assert [key for key, _ in session.answers()] == [3]
     with pytest.raises(ValueError):
-        session.ask(0, said[0], GREEDY)
+        session.ask(0, conversations[0], GREEDY)
     session.close()
 
 
@@ -286,19 +286,19 @@ def answers_wait_for_those_who_may_ask(engine: Engine, judge: Judge) -> None:
 
     thread = threading.Thread(target=asker)
     thread.start()
-    found = []
+    keys = []
     for key, _ in session.answers():
-        found.append(key)
+        keys.append(key)
         first.set()
     thread.join()
-    assert found == [0, 1]
+    assert keys == [0, 1]
 
 
 def scores_are_those_of_transformers(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)
-    found = engine.score(some)
-    assert [len(scores) for scores in found] == [len(tokens) for tokens in some]
-    for tokens, scores in zip(some, found, strict=True):
+    scored = engine.score(some)
+    assert [len(scores) for scores in scored] == [len(tokens) for tokens in some]
+    for tokens, scores in zip(some, scored, strict=True):
         assert scores.dtype == np.float32 and scores[0] == 0.0
         assert scores == pytest.approx(judge.scores(tokens), abs=NEAR)
     assert engine.score([]) == []
@@ -316,9 +316,9 @@ def a_full_context_can_be_scored(engine: Engine, judge: Judge) -> None:
 def the_likeliest_tokens_are_those_of_transformers(engine: Engine, judge: Judge) -> None:
     some = prompts(judge)
     for k in (1, 4, judge.vocab):
-        found = engine.score_top(some, k)
-        assert len(found) == len(some)
-        for tokens, top in zip(some, found, strict=True):
+        tops = engine.score_top(some, k)
+        assert len(tops) == len(some)
+        for tokens, top in zip(some, tops, strict=True):
             assert top.logprobs == pytest.approx(judge.scores(tokens), abs=NEAR)
             judge.check_top(tokens, top, k)
     assert engine.score_top([], 4) == []
@@ -356,11 +356,11 @@ CHECKS = {
 
 def run_all(engine: Engine, judge: Judge) -> dict[str, str | None]:
     """Runs all checks -> for each None, or how it failed."""
-    out: dict[str, str | None] = {}
+    outcomes: dict[str, str | None] = {}
     for name, check in CHECKS.items():
         try:
             check(engine, judge)
-            out[name] = None
+            outcomes[name] = None
         except BaseException:
-            out[name] = traceback.format_exc()
-    return out
+            outcomes[name] = traceback.format_exc()
+    return outcomes

@@ -55,8 +55,8 @@ def play(engine: Engine, kind: str) -> list[dict[str, Any]]:
     texts = ["".join(rng.choices(CHARACTERS, k=OPENING)) for _ in range(EPISODES)]
     tasks = [Prompt(id=str(i), tokens=[1], payload={"text": text}) for i, text in enumerate(texts)]
     episodes = Counted().play(context, tasks, range(EPISODES), dict(context.samplings), EpisodeSettings())
-    assert [(one.outcome, one.why) for one in episodes] == [(Outcome.SCORE, "")] * EPISODES
-    samples = [rollout for one in episodes for rollout in one.rollouts]
+    assert [(episode.outcome, episode.why) for episode in episodes] == [(Outcome.SCORE, "")] * EPISODES
+    samples = [rollout for episode in episodes for rollout in episode.rollouts]
     return [{name: getattr(r, name).tolist() for name in ("tokens", "logprobs", "spans")} for r in samples]
 
 
@@ -80,18 +80,20 @@ def check(judge: Judge, samples: list[dict[str, Any]], kind: str, version: int) 
     tokenizer = characters()
     for sample in samples:
         tokens, answers = sample["tokens"], written(sample)
-        assert len(answers) == ANSWERS and {own[3] for own in sample["spans"] if own[2] == Author.POLICY} == {version}
+        assert len(answers) == ANSWERS and {span[3] for span in sample["spans"] if span[2] == Author.POLICY} == {
+            version
+        }
         every = judge.logits(tokens)[:-1].log_softmax(-1)
         taken = every.gather(1, torch.tensor(tokens[1:])[:, None])[:, 0]  # of the tokens from the second on
         for start, end in answers:
-            own = taken[start - 1 : end - 1]
+            logprobs = taken[start - 1 : end - 1]
             if kind == "likeliest":
-                assert (every[start - 1 : end - 1].max(-1).values - own).max() < CLOSE
+                assert (every[start - 1 : end - 1].max(-1).values - logprobs).max() < CLOSE
             else:
-                assert sample["logprobs"][start:end] == pytest.approx(own.tolist(), abs=NEAR)
+                assert sample["logprobs"][start:end] == pytest.approx(logprobs.tolist(), abs=NEAR)
         for (start, end), (following, _) in zip(answers, answers[1:], strict=False):
-            said = tokenizer.decode(tokens[start:end], skip_special_tokens=True)
-            assert tokenizer.decode(tokens[end:following]) == _told(said)
+            text = tokenizer.decode(tokens[start:end], skip_special_tokens=True)
+            assert tokenizer.decode(tokens[end:following]) == _told(text)
 
 
 def _told(answer: str) -> str:

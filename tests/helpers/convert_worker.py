@@ -24,13 +24,13 @@ def imported(cases: list[dict[str, Any]]) -> dict[str, bool]:
     """
     answers = {}
     for case in cases:
-        wanted = dict(hf_model.read_tensors(case["model"]))
+        expected = dict(hf_model.read_tensors(case["model"]))
         for layout in case["layouts"]:
             policy = make(case["other"], Layout(**layout), trainable=False)
             policy.state.load(Path(case["checkpoint"]))
-            found = weights(policy)
-            answers[f"{case['name']}/{layout}"] = found.keys() == wanted.keys() and all(
-                torch.equal(found[n], wanted[n]) for n in found
+            converted = weights(policy)
+            answers[f"{case['name']}/{layout}"] = converted.keys() == expected.keys() and all(
+                torch.equal(converted[n], expected[n]) for n in converted
             )
     return answers
 
@@ -52,24 +52,24 @@ def resharded(cases: list[dict[str, Any]], folder: Path) -> dict[str, dict[str, 
         if dist.get_rank() == 0:
             reshard(saved, cut, TrainerLayout(tp=second.tp, pp=second.pp), model=Path(path))
         dist.barrier()
-        other = make(path, second)
-        other.state.load(cut)
-        loaded = distance(weights(policy), weights(other))
-        a, b = learn(policy), learn(other)
+        reloaded = make(path, second)
+        reloaded.state.load(cut)
+        loaded = distance(weights(policy), weights(reloaded))
+        a, b = learn(policy), learn(reloaded)
         gaps = {name: abs(a[name] - b[name]) for name in ("loss", "grad_norm", "lr")}
-        answers[case["name"]] = {"loaded": loaded, **gaps, "after": distance(weights(policy), weights(other))}
+        answers[case["name"]] = {"loaded": loaded, **gaps, "after": distance(weights(policy), weights(reloaded))}
     return answers
 
 
 def main() -> None:
-    out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
+    output_path, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     answer = {
         "imported": imported(cases["imported"]),
-        "resharded": resharded(cases["resharded"], out.parent / "resharded"),
+        "resharded": resharded(cases["resharded"], output_path.parent / "resharded"),
     }
-    out.write_text(json.dumps(answer))
+    output_path.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 

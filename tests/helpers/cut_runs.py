@@ -49,9 +49,9 @@ TOKEN = "5ecret" * 8
 def role(base: Path, *, model: str | None = "a", lr: float = 0.02, **settings: Any) -> dict[str, Any]:
     path = {"model": {"path": f"{base}/{model}"}} if model else {}
     loss = {} if "head" in settings else {"kl_coef": 0.0}
-    own = {"optimizer": {"lr": lr}, "loss": loss | settings.pop("loss", {})} if model else {}
+    parts = {"optimizer": {"lr": lr}, "loss": loss | settings.pop("loss", {})} if model else {}
     return {
-        **path, **own, "sampling": {"max_tokens": 6}, "max_prompt_tokens": 64, "micro_batch_tokens": 128, **settings,
+        **path, **parts, "sampling": {"max_tokens": 6}, "max_prompt_tokens": 64, "micro_batch_tokens": 128, **settings,
     }  # fmt: skip
 
 
@@ -71,8 +71,8 @@ def config(
 
 
 def write_data(base: Path, rubric: Sequence[Mapping[str, Any]]) -> None:
-    own = {"rubric": rubric, "solution": "a b a b", "rejected": "b"}
-    rows = [{"question": f"{c}?", "answer": c, **own} for c in "abcdefghijklmnop"]
+    fields = {"rubric": rubric, "solution": "a b a b", "rejected": "b"}
+    rows = [{"question": f"{c}?", "answer": c, **fields} for c in "abcdefghijklmnop"]
     (base / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -123,17 +123,17 @@ def shared(base: Path, name: str) -> dict[str, Any]:
 
 
 def rubric(base: Path, name: str) -> dict[str, Any]:
-    own = {"updates": 3, "group_size": 4, "judgements": 4, "train_judge": True, "labels": "open_centre_rewards:gold"}
-    return _judged(base, name, "megatron_rl.contrib.rubric:Rubric", own)
+    args = {"updates": 3, "group_size": 4, "judgements": 4, "train_judge": True, "labels": "open_centre_rewards:gold"}
+    return _judged(base, name, "megatron_rl.contrib.rubric:Rubric", args)
 
 
 def pairwise(base: Path, name: str) -> dict[str, Any]:
-    own = {"updates": 2, "group_size": 4, "judgements": 4, "judge_iterations": 1}
-    return _judged(base, name, "megatron_rl.contrib.pairwise:Pairwise", own)
+    args = {"updates": 2, "group_size": 4, "judgements": 4, "judge_iterations": 1}
+    return _judged(base, name, "megatron_rl.contrib.pairwise:Pairwise", args)
 
 
 def self_play(base: Path, name: str) -> dict[str, Any]:
-    templates = {f"{each}_template": f"{base}/plain.txt" for each in ("proposer", "solver")}
+    templates = {f"{part}_template": f"{base}/plain.txt" for part in ("proposer", "solver")}
     args = {"updates": 3, "proposals": 2, "answers": 4, "proposer_estimator": "ema", **templates}
     roles = {"proposer": _player(base, 0), "solver": _player(base, 1)}
     target = "megatron_rl.contrib.self_play:SelfPlay"
@@ -141,16 +141,16 @@ def self_play(base: Path, name: str) -> dict[str, Any]:
 
 
 def tango_agents(base: Path, name: str) -> dict[str, Any]:
-    own = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 0.7}}
-    return judged_iterations(base, name, _player(base, 0), own)
+    changes = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 0.7}}
+    return judged_iterations(base, name, _player(base, 0), changes)
 
 
-def judged_iterations(base: Path, name: str, agent: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def judged_iterations(base: Path, name: str, agent: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the config of a run of TangoAgents in which both players have two iterations at least."""
     verifier = role(base, model=VERIFIER, lr=0.002, sampling={"max_tokens": 2})
     args = {
         "role": "agent", "generator_updates": 2, "warmup_updates": 1, "generator_iterations": 1, "group_size": 4,
-        "verifications": 4, "alpha_start": 0.5, "verifier_template": f"{base}/turns.txt", **own,
+        "verifications": 4, "alpha_start": 0.5, "verifier_template": f"{base}/turns.txt", **changes,
     }  # fmt: skip
     target, roles = "megatron_rl.recipes.tango_agents:TangoAgents", {"agent": agent, "verifier": verifier}
     return config(base, name, target, roles, args=args, reward="begins_well", prompts_per_iteration=8)
@@ -167,10 +167,10 @@ def ppo(base: Path, name: str) -> dict[str, Any]:
 
 def ppo_shared(base: Path, name: str) -> dict[str, Any]:
     """A critic that shares the policy, and a coefficient of the KL divergence that changes."""
-    found = ppo(base, name)
-    del found["recipe"]["args"]["estimator"]["args"]["critic_warmup"]
+    settings = ppo(base, name)
+    del settings["recipe"]["args"]["estimator"]["args"]["critic_warmup"]
     generator = _player(base, 0, loss={"value_coef": 0.5})
-    return found | {"roles": {"generator": generator, "critic": {"same_as": "generator", "head": "value"}}}
+    return settings | {"roles": {"generator": generator, "critic": {"same_as": "generator", "head": "value"}}}
 
 
 METHODS: dict[str, Callable[[Path, str], dict[str, Any]]] = {
@@ -204,8 +204,8 @@ TELLING = {  # metrics that are above 0 before and after the cut
 
 def ahead(settings: dict[str, Any], base: Path, staleness: int, servers: Sequence[RefittedVllm]) -> dict[str, Any]:
     """The same run with iterations collected ahead of training, by servers."""
-    own = [name for name, each in settings["roles"].items() if not {"same_as", "head"} & each.keys()]
-    urls = {name: [server.url] for name, server in zip(own, servers, strict=False)}
+    names = [name for name, part in settings["roles"].items() if not {"same_as", "head"} & part.keys()]
+    urls = {name: [server.url] for name, server in zip(names, servers, strict=False)}
     engine = {"kind": "vllm", "urls": urls, "start": False, "token_file": f"{base}/token"}
     return settings | {"engine": engine, "rollouts": {"max_staleness": staleness}}
 
@@ -219,31 +219,33 @@ def cases(
     """Returns for each chosen {method_staleness: (staleness, iterations until it is cut)} three runs, each with the
     number of iterations after which it leaves: a whole one, one that is cut, and its resumption. `method`: makes the
     configs, if none of METHODS does."""
-    found: list[tuple[dict[str, Any], int | None]] = []
+    settings_of_cases: list[tuple[dict[str, Any], int | None]] = []
     for case, (staleness, iterations) in chosen.items():
         make = method or METHODS[case.rpartition("_")[0]]
         for name, leave_after in ((case, None), (f"{case}_cut", iterations), (f"{case}_cut", None)):
             settings = make(base, name)
-            found.append((ahead(settings, base, staleness, servers) if staleness else settings, leave_after))
-    return found
+            settings_of_cases.append(
+                (ahead(settings, base, staleness, servers) if staleness else settings, leave_after)
+            )
+    return settings_of_cases
 
 
-def assert_same(whole: Path, cut: Path) -> None:
+def assert_same(uncut: Path, cut: Path) -> None:
     """Fails unless the two runs are the same but for times: metrics, iterations to the last bit, states and weights."""
-    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (whole, cut))
+    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (uncut, cut))
     assert first == second
-    files = [iteration_files(run / "rollouts") for run in (whole, cut)]
+    files = [iteration_files(run / "rollouts") for run in (uncut, cut)]
     assert [p.name for p in files[0]] == [p.name for p in files[1]] and files[0]
     for ours, theirs in zip(*files, strict=True):
         assert pq.read_table(ours).equals(pq.read_table(theirs)), ours.name
-    states = [Checkpoints(run / "checkpoints").newest() for run in (whole, cut)]
+    states = [Checkpoints(run / "checkpoints").newest() for run in (uncut, cut)]
     assert all(states) and states[0].number == states[1].number
     assert states[0].read_state() == states[1].read_state()
-    names = [sorted(p.name for p in (run / "models").iterdir()) for run in (whole, cut)]
+    names = [sorted(p.name for p in (run / "models").iterdir()) for run in (uncut, cut)]
     assert names[0] == names[1] and names[0]
     for name in names[0]:
         model = f"models/{name}/model.safetensors"
-        assert (whole / model).read_bytes() == (cut / model).read_bytes(), name
+        assert (uncut / model).read_bytes() == (cut / model).read_bytes(), name
 
 
 def assert_telling(run: Path, case: str, staleness: int, cut: int) -> None:
@@ -282,13 +284,13 @@ def num_iterations(run: Path) -> int:
 def _verifications() -> list[str]:
     """Returns as many words as WORDS has, as the servers take: verifications of one iteration and of two."""
     word = {"+": "\\boxed{CORRECT}", "-": "\\boxed{INCORRECT}"}
-    whole = [
+    words = [
         f"<step_verification>{''.join(f'<step>{word[v]}</step>' for v in verdicts)}</step_verification>"
         f"<final_verification>{word[final]}</final_verification>"
         for verdicts in ("+", "-", "++", "+-", "-+", "--")
         for final in "+-"
     ]
-    return ["<eos>", "a", "b", *whole]
+    return ["<eos>", "a", "b", *words]
 
 
 def _player(base: Path, number: int, **settings: Any) -> dict[str, Any]:
@@ -304,13 +306,13 @@ def _single(base: Path, name: str, target: str, options: Mapping[str, Any]) -> d
 
 def _evolve(base: Path, name: str, roles: Mapping[str, Any]) -> dict[str, Any]:
     parts = ("proposer", "reference", "solver", "question", "answer")
-    templates = {f"{each}_template": f"{base}/judged.txt" for each in parts}
+    templates = {f"{part}_template": f"{base}/judged.txt" for part in parts}
     templates["reference_template"] = f"{base}/referring.txt"
     args = {"updates": 3, "proposals": 2, "answers": 2, "judgements": 1, **templates}
     return config(base, name, "megatron_rl.contrib.evolve:Evolve", roles, args=args, prompts_per_iteration=8)
 
 
-def _judged(base: Path, name: str, target: str, own: Mapping[str, Any]) -> dict[str, Any]:
+def _judged(base: Path, name: str, target: str, own_args: Mapping[str, Any]) -> dict[str, Any]:
     roles = {"generator": _player(base, 0), "judge": _player(base, 1, sampling={"max_tokens": 2})}
-    args = {**own, "generator_template": f"{base}/plain.txt", "judge_template": f"{base}/judged.txt"}
+    args = {**own_args, "generator_template": f"{base}/plain.txt", "judge_template": f"{base}/judged.txt"}
     return config(base, name, target, roles, args=args, prompts_per_iteration=8)

@@ -50,9 +50,9 @@ def make_run(directory: Path) -> Path:
     return run.path
 
 
-def flip(whole: Path, target: Path, changes: Mapping[str, Change], *, rng: random.Random | None = None) -> Path:
+def flip(intact: Path, target: Path, changes: Mapping[str, Change], *, rng: random.Random | None = None) -> Path:
     """Returns a copy of a run at `target`, with some files changed; with `rng` one file more, in a random way."""
-    shutil.copytree(whole, target)
+    shutil.copytree(intact, target)
     for name, change in changes.items():
         (target / name).write_bytes(change((target / name).read_bytes()))
     if rng is not None:
@@ -94,10 +94,10 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def look(run: Path, *, page: bool = False) -> list[str]:
     """Reads a run with all that reads its directory; whatever is raised is a defect, except refusals to go on with it.
     Returns what the readers said of its damage."""
-    found = run_record.RunRecord(run)
-    found.metrics(), found.each_refit(lambda line: None), found.summary(), found.config(), found.config_text()
-    for path in found.iteration_files():
-        found.rollouts(path)
+    record = run_record.RunRecord(run)
+    record.metrics(), record.each_refit(lambda line: None), record.summary(), record.config(), record.config_text()
+    for path in record.iteration_files():
+        record.rollouts(path)
     try:
         shown = status.read(run, look_s=0, jobs=[])
         assert shown.iterations >= 0
@@ -115,7 +115,7 @@ def look(run: Path, *, page: bool = False) -> list[str]:
     store = IterationStore(run / "rollouts", decode=say)
     store.get(ITERATION)
     store.clean(0)
-    return found.damage
+    return record.damage
 
 
 class _Silent:

@@ -37,7 +37,7 @@ def blocks(language: str) -> list[Block]:
 
 def blocks_of(page: Path) -> list[Block]:
     """Returns all blocks of a page, in the page's order."""
-    out: list[Block] = []
+    listed: list[Block] = []
     lines = page.read_text(encoding="utf-8").splitlines()
     place = 0
     while place < len(lines):
@@ -47,23 +47,23 @@ def blocks_of(page: Path) -> list[Block]:
         end = next(i for i in range(place + 1, len(lines)) if FENCE.match(lines[i]))
         text = "".join(line[len(begun[1]) :] + "\n" for line in lines[place + 1 : end])
         mark = MARK.fullmatch(lines[place - 1]) if place else None
-        out.append(Block(page, place + 1, begun[2], text, mark[1] if mark else ""))
+        listed.append(Block(page, place + 1, begun[2], text, mark[1] if mark else ""))
         place = end + 1
-    return out
+    return listed
 
 
 def prose(page: Path) -> list[str]:
     """Returns the lines of a page that lie in no block."""
-    out, inside = [], False
+    lines, inside = [], False
     for line in page.read_text(encoding="utf-8").splitlines():
         inside ^= FENCE.match(line) is not None
-        out.append("" if inside or FENCE.match(line) else line)
-    return out
+        lines.append("" if inside or FENCE.match(line) else line)
+    return lines
 
 
 def commands(text: str) -> list[list[str]]:
     """Returns the words of every command in a block: comments, redirections and values of $(...) are left out."""
-    out, pending = [], ""
+    listed, pending = [], ""
     for line in re.sub(r"\\\n", " ", text).splitlines():
         pending = f"{pending}\n{line}" if pending else line
         try:
@@ -71,9 +71,9 @@ def commands(text: str) -> list[list[str]]:
         except ValueError:  # a quotation goes on in the next line
             continue
         pending = ""
-        out += _split(words)
+        listed += _split(words)
     assert not pending, f"a quotation does not end: {pending}"
-    return out
+    return listed
 
 
 def _words(text: str) -> list[str]:
@@ -84,13 +84,13 @@ def _words(text: str) -> list[str]:
 
 def _split(words: list[str]) -> list[list[str]]:
     """Splits words where one command ends, and drops redirections and the settings of variables in front."""
-    out: list[list[str]] = [[]]
+    listed: list[list[str]] = [[]]
     skip = False
     for word in words:
         if skip or re.fullmatch(r"[<>]+&?", word):
             skip = not skip
         elif word in ENDS:
-            out.append([])
-        elif out[-1] or not re.fullmatch(r"[A-Z_]+=.*", word):
-            out[-1].append(word)
-    return [command for command in out if command]
+            listed.append([])
+        elif listed[-1] or not re.fullmatch(r"[A-Z_]+=.*", word):
+            listed[-1].append(word)
+    return [command for command in listed if command]

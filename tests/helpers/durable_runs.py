@@ -59,12 +59,12 @@ def single(base: Path, name: str) -> dict[str, Any]:
 
 
 def tango(base: Path, name: str) -> dict[str, Any]:
-    own = judged_iterations(base, name, role(base, model=cut_runs.PLAYERS[0], lr=0.002), {})
-    own["roles"]["generator"] = own["roles"].pop("agent")
-    del own["recipe"]["args"]["role"]
-    own["recipe"]["args"]["generator_template"] = f"{base}/plain.txt"
-    own["recipe"]["target"] = "megatron_rl.recipes.tango:Tango"
-    return own
+    settings = judged_iterations(base, name, role(base, model=cut_runs.PLAYERS[0], lr=0.002), {})
+    settings["roles"]["generator"] = settings["roles"].pop("agent")
+    del settings["recipe"]["args"]["role"]
+    settings["recipe"]["args"]["generator_template"] = f"{base}/plain.txt"
+    settings["recipe"]["target"] = "megatron_rl.recipes.tango:Tango"
+    return settings
 
 
 def agents(base: Path, name: str) -> dict[str, Any]:
@@ -134,9 +134,9 @@ class Noted(write_ahead.RoleLog):
     notes: Path
 
     def known(self, key: int, tokens: np.ndarray, sampling: Any) -> tuple[bytes, dict[int, Completion]]:
-        address, found = super().known(key, tokens, sampling)
-        self._note(ASKED, [(address, j) for j in range(sampling.n) if j not in found])
-        return address, found
+        address, completions = super().known(key, tokens, sampling)
+        self._note(ASKED, [(address, j) for j in range(sampling.n) if j not in completions])
+        return address, completions
 
     def add(self, samples: Sequence[tuple[bytes, int, Completion]]) -> None:
         super().add(samples)
@@ -153,9 +153,9 @@ def slowly(function: Callable[..., Any]) -> Callable[..., Any]:
 
     def slow(*arguments: Any) -> Any:
         time.sleep(random.random() * PAUSE_S)
-        found = function(*arguments)
+        answer = function(*arguments)
         time.sleep(random.random() * PAUSE_S)
-        return found
+        return answer
 
     return slow
 
@@ -216,8 +216,8 @@ class KilledRun:
     def kill(self, who: str, rng: random.Random, servers: Servers | None, *, after: str = "") -> None:
         """Starts the run, and kills at a random instant after its first request, or its first note that begins with
         `after`. The run may have ended before."""
-        process, before = self._start(notes=True), len(self._lines())
-        while not any(line.startswith(after) for line in self._lines()[before:]) and process.exitcode is None:
+        process, lines_before = self._start(notes=True), len(self._lines())
+        while not any(line.startswith(after) for line in self._lines()[lines_before:]) and process.exitcode is None:
             process.join(0.01)
         process.join(rng.random() * WITHIN_S)
         if process.exitcode is not None:
@@ -242,10 +242,10 @@ class KilledRun:
                 os.killpg(process.pid, signal.SIGKILL)
             else:
                 command = psutil.Process(process.pid).cmdline()
-                ranks = [one for one in family if one.is_running() and one.ppid() == process.pid]
+                ranks = [member for member in family if member.is_running() and member.ppid() == process.pid]
                 forked = sorted(
-                    (one for one in ranks if "python" in one.name() and one.cmdline() == command),
-                    key=lambda one: (one.create_time(), one.pid),
+                    (member for member in ranks if "python" in member.name() and member.cmdline() == command),
+                    key=lambda member: (member.create_time(), member.pid),
                 )
                 forked[who == "rank"].kill()
         process.join(RUN_S)
@@ -279,8 +279,10 @@ class KilledRun:
     def _look(self) -> None:
         """Notes the samples in the logs."""
         for path in self.directory.glob("rollouts/*.ahead"):
-            own = self.written.setdefault(int(path.stem.removeprefix("iteration_")), set())
-            own |= {one.tokens.tobytes() + one.logprobs.tobytes() for one in completions_in(path)}
+            completions = self.written.setdefault(int(path.stem.removeprefix("iteration_")), set())
+            completions |= {
+                completion.tokens.tobytes() + completion.logprobs.tobytes() for completion in completions_in(path)
+            }
 
     def _start(self, *words: str, notes: bool, last: int | None = None) -> Any:
         log, words = self._base / f"{self.name}.log", (str(self._config), *words)
@@ -293,22 +295,22 @@ class KilledRun:
         return (self._base / f"{self.name}.log").read_text()[-3000:]
 
 
-def trained_again(home: Path, run: KilledRun, own: dict[str, Any]) -> None:
+def trained_again(home: Path, run: KilledRun, settings: dict[str, Any]) -> None:
     """Fails unless the stored iterations of a run lead to its weights."""
     replayed = {
         "engine": {"kind": "vllm", "start": False},
         "debug": {"replay": str(run.directory)},
     }  # it opens no servers
-    again = KilledRun(home, own | replayed)
+    again = KilledRun(home, settings | replayed)
     again.finish(disturbed=False)
-    for name in own["roles"]:
-        files = [each.directory / "models" / name / "model.safetensors" for each in (run, again)]
+    for name in settings["roles"]:
+        files = [trained.directory / "models" / name / "model.safetensors" for trained in (run, again)]
         assert files[0].read_bytes() == files[1].read_bytes(), name
 
 
 def completions_in(path: Path) -> list[Completion]:
     """Returns the samples of the whole transactions in a log, read without the code that a run reads them with."""
-    data, place, whole, open_ = path.read_bytes(), 0, list[Completion](), list[Completion]()
+    data, place, completions, open_ = path.read_bytes(), 0, list[Completion](), list[Completion]()
     while place < len(data):
         length, last = struct.unpack_from("<QB", data, place) if len(data) - place >= HEAD else (len(data), 0)
         place += HEAD + length
@@ -316,8 +318,8 @@ def completions_in(path: Path) -> list[Completion]:
             break
         value = unpack(data[place - length + ADDRESS : place], write_ahead._KINDS)
         open_ += [value] if isinstance(value, Completion) else []
-        whole, open_ = (whole + open_, []) if last else (whole, open_)
-    return whole
+        completions, open_ = (completions + open_, []) if last else (completions, open_)
+    return completions
 
 
 def rollouts_of(file: Path) -> list[Rollout]:

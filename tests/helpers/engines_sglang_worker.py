@@ -48,10 +48,10 @@ def outcome(function: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
     """Returns what a call raised, and how long it took."""
     start = time.monotonic()
     try:
-        said = function(*arguments, **options)
+        answer = function(*arguments, **options)
     except Exception as error:
-        said = f"{type(error).__name__}: {error}"
-    return {"said": said, "seconds": time.monotonic() - start}
+        answer = f"{type(error).__name__}: {error}"
+    return {"said": answer, "seconds": time.monotonic() - start}
 
 
 def refusals(server: SglangServer, config: TrainConfig) -> dict[str, Any]:
@@ -89,11 +89,11 @@ def another_model(server: SglangServer) -> dict[str, Any]:
 def listeners(port: str) -> list[str]:
     """Addresses that the server's processes listen at."""
     [server] = [p for p in psutil.process_iter(["cmdline"]) if _has_port(p.info["cmdline"] or [], port)]
-    found = set()
+    addresses = set()
     for process in [server, *server.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            found |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    return sorted(found)
+            addresses |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return sorted(addresses)
 
 
 def _has_port(words: list[str], port: str) -> bool:

@@ -103,8 +103,8 @@ def wait_for(what: str, condition) -> None:
 class Scenario:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, out: Path, vocab: int) -> None:
-        self.world, self.policy, self.out, self.vocab = world, policy, out, vocab
+    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, output_path: Path, vocab: int) -> None:
+        self.world, self.policy, self.out, self.vocab = world, policy, output_path, vocab
         self.pool: Pool | None = run_engines.engines.get(ROLE)
         self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
 
@@ -120,8 +120,8 @@ class Scenario:
         def check() -> None:
             assert self.pool is not None
             server = self.pool.members.living()[0].server
-            one = given(ROLE, [server], replace(self.pool.members.limits, servers=1))
-            self.found["conformance"] = conformance.run_all(one, conformance.Judge(directory, characters()))
+            pool = given(ROLE, [server], replace(self.pool.members.limits, servers=1))
+            self.found["conformance"] = conformance.run_all(pool, conformance.Judge(directory, characters()))
 
         self.world.from_driver(check)
 
@@ -157,10 +157,10 @@ class Scenario:
             assert self.pool is not None
             urls = [member.server.url for member in self.pool.members.living()]
             for kind in conversations.SAMPLINGS:
-                before = [self.metric(url, "prefix_cache_hits_total") for url in urls]
+                hits_before = [self.metric(url, "prefix_cache_hits_total") for url in urls]
                 self.found[f"episodes_{kind}"] = conversations.play(self.pool, kind)
-                after = [self.metric(url, "prefix_cache_hits_total") for url in urls]
-                self.found[f"hits_{kind}"] = [b - a for a, b in zip(before, after, strict=True)]
+                hits_after = [self.metric(url, "prefix_cache_hits_total") for url in urls]
+                self.found[f"hits_{kind}"] = [b - a for a, b in zip(hits_before, hits_after, strict=True)]
             self.found["block_sizes"] = [self.setting(url, "block_size") for url in urls]
 
         self.world.from_driver(play)
@@ -171,14 +171,14 @@ class Scenario:
         def give_up() -> None:
             assert self.pool is not None
             server = self.pool.members.living()[0].server
-            before = self.metric(server.url, "generation_tokens_total")
+            tokens_before = self.metric(server.url, "generation_tokens_total")
             parameters = {"n": LONG.n, "max_tokens": LONG.max_tokens, "ignore_eos": True, "seed": 1}
-            asked = pack(parameters, {"tokens": np.full(9, 5, np.int32)})
+            request = pack(parameters, {"tokens": np.full(9, 5, np.int32)})
             with contextlib.closing(http.client.HTTPConnection(server.url.removeprefix("http://"))) as client:
-                client.request("POST", GENERATE, asked, {HEADER: self.token()})
-                wait_for("its first tokens", lambda: self.metric(server.url, "generation_tokens_total") > before)
+                client.request("POST", GENERATE, request, {HEADER: self.token()})
+                wait_for("its first tokens", lambda: self.metric(server.url, "generation_tokens_total") > tokens_before)
             wait_for("the end of what nobody waits for", lambda: self.metric(server.url, "num_requests_running") == 0)
-            self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - before
+            self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - tokens_before
 
         self.world.from_driver(give_up)
 
@@ -191,8 +191,8 @@ class Scenario:
 
     def setting(self, url: str, name: str) -> int | None:
         """Returns one of the settings of vLLM's cache; None of another server."""
-        found = re.findall(rf"vllm:cache_config_info\{{.*\b{name}=\"(\d+)\"", "\n".join(self.metrics(url)))
-        return int(found[0]) if found else None
+        values = re.findall(rf"vllm:cache_config_info\{{.*\b{name}=\"(\d+)\"", "\n".join(self.metrics(url)))
+        return int(values[0]) if values else None
 
     def metrics(self, url: str) -> list[str]:
         text = urllib3.request("GET", f"{url}/metrics", headers={HEADER: self.token()}).data.decode()

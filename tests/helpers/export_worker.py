@@ -38,12 +38,12 @@ def exported(world: World, case: dict[str, Any]) -> dict[str, Any]:
     policy = MegatronPolicy(role, parallel.create(role.layout), trainable=False)
     return_free_pages()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = status("VmRSS")
+    resident = status("VmRSS")
     trained.export_model(world, policy.export, model, target, shard_bytes=case["shard_bytes"])
-    peak = status("VmHWM") - before
-    files, wanted = hf_model.DirectoryTensors(target), set(parameter_mapping.hf_shapes(policy.arch))
+    peak = status("VmHWM") - resident
+    files, expected = hf_model.DirectoryTensors(target), set(parameter_mapping.hf_shapes(policy.arch))
     same = all(torch.equal(tensor, files.whole(name)) for name, tensor in policy.export.weights())
-    return {"peak": peak, "same": same, "names": files.stored.keys() == wanted}
+    return {"peak": peak, "same": same, "names": files.stored.keys() == expected}
 
 
 def kill_at(call: int) -> None:
@@ -59,14 +59,14 @@ def kill_at(call: int) -> None:
     HfWriter.write = counted  # type: ignore[method-assign]
 
 
-def main(out: str, cases: str, killed_at: str) -> None:
+def main(output_path: str, cases: str, killed_at: str) -> None:
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 16)  # malloc keeps no freed tensors, which would count as used
     dist.init_process_group("gloo")
     world = World()
     if int(killed_at) and world.rank == 0:
         kill_at(int(killed_at))
     answers = {name: exported(world, case) for name, case in json.loads(cases).items()}
-    Path(out).write_text(json.dumps(answers))
+    Path(output_path).write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":

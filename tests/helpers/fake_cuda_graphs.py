@@ -19,8 +19,8 @@ class Stream:
     cuda: FakeCuda
     device: torch.device = torch.device("cuda:0")
 
-    def wait_stream(self, other: Stream) -> None:
-        self.cuda.order.append(("wait", self, other))
+    def wait_stream(self, awaited: Stream) -> None:
+        self.cuda.order.append(("wait", self, awaited))
 
 
 @dataclass(eq=False)
@@ -40,8 +40,8 @@ class Generator:
     def clone_state(self) -> Generator:
         return Generator(self.state | {"capturing": False})
 
-    def graphsafe_set_state(self, other: Generator) -> Generator:
-        self.state = other.state
+    def graphsafe_set_state(self, source: Generator) -> Generator:
+        self.state = source.state
         return self
 
     def get_state(self) -> int:
@@ -79,8 +79,8 @@ class FakeCuda:
         for name, value in cuda.items():
             monkeypatch.setattr(torch.cuda, name, value)
         monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
-        own = {"_cuda_endAllocateToPool": self.end_allocate, "_cuda_releasePool": self.release}
-        for name, value in (own | {"_host_emptyCache": lambda: None}).items():
+        replacements = {"_cuda_endAllocateToPool": self.end_allocate, "_cuda_releasePool": self.release}
+        for name, value in (replacements | {"_host_emptyCache": lambda: None}).items():
             monkeypatch.setattr(torch._C, name, value, raising=False)
         zeros = torch.zeros
         monkeypatch.setattr(torch, "rand", self.rand)

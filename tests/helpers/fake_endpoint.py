@@ -37,13 +37,13 @@ class FakeEndpoint:
     def completions(self, body: dict[str, Any]) -> Any:
         self.asked.append(body)
         if body.get("echo"):
-            told = [{"token_logprobs": [None, *(-0.5 * t for t in prompt[1:])]} for prompt in body["prompt"]]
-            for each, prompt in zip(told, body["prompt"], strict=True):
-                each["top_logprobs"] = [None, *(self.likeliest(t, body["logprobs"]) for t in prompt[1:])]
+            logprobs = [{"token_logprobs": [None, *(-0.5 * t for t in prompt[1:])]} for prompt in body["prompt"]]
+            for scores, prompt in zip(logprobs, body["prompt"], strict=True):
+                scores["top_logprobs"] = [None, *(self.likeliest(t, body["logprobs"]) for t in prompt[1:])]
             return {
                 "choices": [
-                    {"index": i, "text": "", "finish_reason": "length", "logprobs": each if self.scores else None}
-                    for i, each in enumerate(told)
+                    {"index": i, "text": "", "finish_reason": "length", "logprobs": scores if self.scores else None}
+                    for i, scores in enumerate(logprobs)
                 ]
             }
         tokens = list(range(10, 10 + body["max_tokens"]))

@@ -43,45 +43,45 @@ class TableEngine:
         return [self._one(row.tokens.tolist(), row.sampling, row.key, row.sample) for row in rows]
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
-        out = []
+        scores = []
         for sequence in sequences:
             tokens = torch.as_tensor(np.asarray(sequence, np.int64))
-            before = torch.cat(
+            previous = torch.cat(
                 [tokens[:1], tokens[:-1]]
             )  # as the policy has it: the first token stands for the one before it
-            rows = self._table[before * self.vocab + tokens][:-1]
-            out.append(np.concatenate([np.zeros(1, np.float32), rows.gather(1, tokens[1:, None])[:, 0].numpy()]))
-        return out
+            rows = self._table[previous * self.vocab + tokens][:-1]
+            scores.append(np.concatenate([np.zeros(1, np.float32), rows.gather(1, tokens[1:, None])[:, 0].numpy()]))
+        return scores
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
-        out = []
+        tops = []
         for sequence, scores in zip(sequences, self.score(sequences), strict=True):
             tokens = np.asarray(sequence, np.int64)
-            before = np.concatenate([tokens[:1], tokens[:-1]])
-            top = self._table[torch.as_tensor(before * self.vocab + tokens)[:-1]].topk(k)
+            previous = np.concatenate([tokens[:1], tokens[:-1]])
+            top = self._table[torch.as_tensor(previous * self.vocab + tokens)[:-1]].topk(k)
             ids, logprobs = np.zeros((len(tokens), k), np.int32), np.zeros((len(tokens), k), np.float32)
             ids[1:], logprobs[1:] = top.indices.numpy(), top.values.numpy()
-            out.append(TopScores(logprobs=scores, ids=ids, top_logprobs=logprobs))
-        return out
+            tops.append(TopScores(logprobs=scores, ids=ids, top_logprobs=logprobs))
+        return tops
 
     def tend(self) -> None: ...
 
     def _one(self, tokens: list[int], sampling: Sampling, key: int, sample: int) -> Completion:
         rng = random.Random(f"{sampling.seed}/{key}/{sample}")
-        out: list[int] = []
+        written: list[int] = []
         logprobs: list[float] = []
-        while len(out) < sampling.max_tokens and self.eos not in out:
+        while len(written) < sampling.max_tokens and self.eos not in written:
             row = self._rows[tokens[-2] * self.vocab + tokens[-1]]
             if sampling.temperature:
                 token = rng.choices(range(self.vocab), weights=[math.exp(x) for x in row])[0]
             else:
                 token = max(range(self.vocab), key=row.__getitem__)
             tokens.append(token)
-            out.append(token)
+            written.append(token)
             logprobs.append(row[token])
-        stop = Stop.EOS if self.eos in out else Stop.LENGTH
-        told = np.array(logprobs, np.float32)
-        return Completion(tokens=np.array(out, np.int32), logprobs=told, model_logprobs=told, stop=stop)
+        stop = Stop.EOS if self.eos in written else Stop.LENGTH
+        scores = np.array(logprobs, np.float32)
+        return Completion(tokens=np.array(written, np.int32), logprobs=scores, model_logprobs=scores, stop=stop)
 
 
 class ScriptedEngine:
@@ -115,11 +115,11 @@ class ScriptedEngine:
 
     def score_top(self, sequences: Sequence[Tokens], k: int) -> list[TopScores]:
         """The likeliest are always the tokens 0 .. k - 1, of one log-prob."""
-        out = []
+        tops = []
         for tokens, scores in zip(sequences, self.score(sequences), strict=True):
             ids = np.tile(np.arange(k, dtype=np.int32), (len(tokens), 1))
-            out.append(TopScores(logprobs=scores, ids=ids, top_logprobs=np.full(ids.shape, -2.0, np.float32)))
-        return out
+            tops.append(TopScores(logprobs=scores, ids=ids, top_logprobs=np.full(ids.shape, -2.0, np.float32)))
+        return tops
 
     def tend(self) -> None: ...
 

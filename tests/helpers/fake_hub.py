@@ -64,21 +64,21 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
-        own: Hub = self.server.hub  # type: ignore[attr-defined]
+        fake: Hub = self.server.hub  # type: ignore[attr-defined]
         path = urlsplit(self.path).path
-        own.asked.append((self.command, path, self.headers.get("Range", "")))
+        fake.asked.append((self.command, path, self.headers.get("Range", "")))
         parts = path.strip("/").split("/")
         if parts[0] == "api":
-            self._tell(own, "/".join(parts[1:4]), parts[4:])
+            self._tell(fake, "/".join(parts[1:4]), parts[4:])
             return
         at = parts.index("resolve")
         name = "/".join(parts[:at]) if parts[0] == "datasets" else "models/" + "/".join(parts[:at])
-        self._send_file(own, own.repositories[name], parts[at + 1], "/".join(parts[at + 2 :]))
+        self._send_file(fake, fake.repositories[name], parts[at + 1], "/".join(parts[at + 2 :]))
 
     do_HEAD = do_GET
 
-    def _tell(self, own: Hub, name: str, rest: list[str]) -> None:
-        repository = own.repositories.get(name)
+    def _tell(self, fake: Hub, name: str, rest: list[str]) -> None:
+        repository = fake.repositories.get(name)
         if repository is None:
             self._refuse(404, "RepoNotFound")
             return
@@ -102,10 +102,10 @@ class _Handler(BaseHTTPRequestHandler):
                          "disabled": False, "gated": False, "downloads": 0, "likes": 0, "tags": [],
                          "siblings": listed})  # fmt: skip
 
-    def _send_file(self, own: Hub, repository: Repository, commit: str, file: str) -> None:
+    def _send_file(self, fake: Hub, repository: Repository, commit: str, file: str) -> None:
         content = repository.files[file]
         first = int(self.headers.get("Range", "bytes=0-")[len("bytes=") :].split("-")[0])
-        sent = bytes(reversed(content)) if file in own.damaged else content
+        sent = bytes(reversed(content)) if file in fake.damaged else content
         self.send_response(206 if "Range" in self.headers else 200)
         self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
         self.send_header("X-Repo-Commit", commit)
@@ -115,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        end = own.breaks.pop(file, None)
+        end = fake.breaks.pop(file, None)
         self.wfile.write(sent[first:end])
         self.close_connection = end is not None
 

@@ -71,13 +71,13 @@ class TablePolicy:
     ) -> dict[str, Tensor]:
         """Gives statistics of the labels in the loss; 0 elsewhere. -> [N] float32 by name."""
         self._check_present()
-        out = torch.zeros(len(names), work.num_tokens)
+        columns = torch.zeros(len(names), work.num_tokens)
         for micro in work.micros():
             batch = work.batch(micro)
-            found = self._forward(batch, (self._start if reference else self.table.detach()).double(), names)
-            counted = found.at(batch.counted)
-            out[:, micro.start : micro.end] = torch.stack([getattr(counted, name) for name in names])
-        return dict(zip(names, out, strict=True))
+            statistics = self._forward(batch, (self._start if reference else self.table.detach()).double(), names)
+            counted = statistics.at(batch.counted)
+            columns[:, micro.start : micro.end] = torch.stack([getattr(counted, name) for name in names])
+        return dict(zip(names, columns, strict=True))
 
     def evaluate(self, work: Work, loss: BatchLoss) -> dict[str, float]:
         with torch.no_grad():
@@ -109,9 +109,9 @@ class TablePolicy:
 
     @contextlib.contextmanager
     def present(self) -> Iterator[None]:
-        before, self.away = self.away, False
+        was_away, self.away = self.away, False
         yield
-        self.away = before
+        self.away = was_away
 
     def _sums(self, work: Work, step: int, loss: BatchLoss, table: Tensor) -> dict[str, float]:
         """Sums over all ranks; gradients of the loss's sum are left in `table` where it wants them."""
@@ -124,8 +124,8 @@ class TablePolicy:
                 total.backward()
             for name, value in {"loss": total.detach(), **metrics}.items():
                 sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + value
-        whole = _over_ranks(torch.stack([sums[name] for name in sorted(sums)]))
-        return dict(zip(sorted(sums), whole.tolist(), strict=True))
+        totals = _over_ranks(torch.stack([sums[name] for name in sorted(sums)]))
+        return dict(zip(sorted(sums), totals.tolist(), strict=True))
 
     def _forward(self, batch: Batch, table: Tensor, names: Sequence[str]) -> Statistics:
         """[N] float64 each."""
@@ -136,8 +136,8 @@ class TablePolicy:
         entropy = -(logprobs.exp() * logprobs).sum(-1) if "entropy" in names else None
         mean = logprobs.detach().mean(-1) if "vocab_mean" in names else None
         labels = torch.where(batch.counted, batch.labels, 0)
-        asked = "candidate_logprobs" in names
-        candidates = logprobs.gather(-1, batch.values[CANDIDATES].long()) if asked else None
+        with_candidates = "candidate_logprobs" in names
+        candidates = logprobs.gather(-1, batch.values[CANDIDATES].long()) if with_candidates else None
         return Statistics(logprobs.gather(-1, labels[:, None])[:, 0], entropy, mean, candidates)
 
 
@@ -149,8 +149,8 @@ def without_speed(metrics: Mapping[str, float]) -> dict[str, float]:
 def _doubled(batch: Batch) -> Batch:
     """The batch with log-probs in float64."""
     names = ("engine_logprobs", "old_logprobs", "reference_logprobs")
-    own = {name: values.double() for name in names if (values := getattr(batch, name)) is not None}
-    return replace(batch, **own)
+    doubled = {name: values.double() for name in names if (values := getattr(batch, name)) is not None}
+    return replace(batch, **doubled)
 
 
 def _over_ranks(values: Tensor) -> Tensor:

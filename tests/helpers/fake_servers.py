@@ -122,12 +122,12 @@ class RunEngines:
 
     def open(self, *, connector: Any = None, fixed: bool = False, **settings: Any) -> Pool:
         """A pool that the caller's thread owns."""
-        given = Vllm(
+        vllm = Vllm(
             **{"replicas": 2, "wait_s": 60.0, "request_timeout_s": 60.0, "lost_after_s": 30.0, "max_sequences": 32}
             | settings
         )
-        client = connector or connect(given, TOKEN, 20.0)
-        self.pool = Pool(ROLE, given, self.registry, client, fixed=fixed, look_s=LOOK_S)
+        client = connector or connect(vllm, TOKEN, 20.0)
+        self.pool = Pool(ROLE, vllm, self.registry, client, fixed=fixed, look_s=LOOK_S)
         self._stack.callback(self.pool.close)
         return self.pool
 

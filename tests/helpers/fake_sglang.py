@@ -34,10 +34,10 @@ class FakeSglang:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers.get("content-length", 0)))
-                status, said = fake.answer(self.path, json.loads(body) if body else None)
+                status, text = fake.answer(self.path, json.loads(body) if body else None)
                 self.send_response(401 if self.headers[HEADER] != token else status)
                 self.end_headers()
-                self.wfile.write(said.encode())
+                self.wfile.write(text.encode())
 
             do_GET = do_POST
 
@@ -59,7 +59,7 @@ class FakeSglang:
 
     def bodies(self, path: str) -> list[Any]:
         """Returns the bodies of all requests to a path."""
-        return [body for asked, body in self.seen if asked == path]
+        return [body for address, body in self.seen if address == path]
 
     def answer(self, path: str, body: Any) -> tuple[int, str]:
         """Returns the status and the text of an answer. SGLang's is `null` where memory was released or resumed."""

@@ -31,45 +31,45 @@ class Plays:
         with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
             return json.load(answer)["choices"][0]["token_ids"]
 
-    def single(self, asked: dict[str, Any]) -> list[Any]:
+    def single(self, request: dict[str, Any]) -> list[Any]:
         """Each agent answers a prompt of its own."""
         traces = []
         for agent, role in self.settings["agents"].items():
-            prompt, session = [asked["task"] + 1, 2], asked["session"] + agent
-            said = self.ask(session, role, prompt)
-            branch = {"tokens": [*prompt, *said], "sampled": [[2, 2 + len(said), True]]}
-            traces.append(trace(session, agent, [branch], right=float(len(said))))
+            prompt, session = [request["task"] + 1, 2], request["session"] + agent
+            completion = self.ask(session, role, prompt)
+            branch = {"tokens": [*prompt, *completion], "sampled": [[2, 2 + len(completion), True]]}
+            traces.append(trace(session, agent, [branch], right=float(len(completion))))
         return traces
 
-    def branches(self, asked: dict[str, Any]) -> list[Any]:
+    def branches(self, request: dict[str, Any]) -> list[Any]:
         """One answer goes on in two ways, so that two sequences share it."""
         agent, role = next(iter(self.settings["agents"].items()))
-        session, prompt, found = asked["session"] + agent, [1, 2], []
+        session, prompt, branches = request["session"] + agent, [1, 2], []
         first = self.ask(session, role, prompt)
         shared = [*prompt, *first]
         for place, user in enumerate((3, 4)):
-            said = self.ask(session, role, [*shared, user, 5])
-            tokens, start = [*shared, user, 5, *said], len(shared) + 2
-            found.append({"tokens": tokens, "sampled": [[2, len(shared), place == 0], [start, len(tokens), True]]})
-        return [trace(session, agent, found, right=1.0)]
+            completion = self.ask(session, role, [*shared, user, 5])
+            tokens, start = [*shared, user, 5, *completion], len(shared) + 2
+            branches.append({"tokens": tokens, "sampled": [[2, len(shared), place == 0], [start, len(tokens), True]]})
+        return [trace(session, agent, branches, right=1.0)]
 
-    def lie(self, asked: dict[str, Any]) -> list[Any]:
+    def lie(self, request: dict[str, Any]) -> list[Any]:
         """Changes one token of what was sampled."""
-        traces = self.single(asked)
+        traces = self.single(request)
         traces[0]["branches"][0]["tokens"][-1] += 1
         return traces
 
-    def untrained(self, asked: dict[str, Any]) -> list[Any]:
-        traces = self.single(asked)
+    def untrained(self, request: dict[str, Any]) -> list[Any]:
+        traces = self.single(request)
         return [{**traces[0], "trained": False}, *traces[1:]]
 
-    def fail(self, asked: dict[str, Any]) -> list[Any]:
+    def fail(self, request: dict[str, Any]) -> list[Any]:
         raise RuntimeError("the task's reward broke")
 
-    def slow(self, asked: dict[str, Any]) -> list[Any]:
+    def slow(self, request: dict[str, Any]) -> list[Any]:
         raise TimeoutError
 
-    def die(self, asked: dict[str, Any]) -> list[Any]:
+    def die(self, request: dict[str, Any]) -> list[Any]:
         """Leaves a child with a session of its own behind."""
         os.environ.update(self.settings["mark"])
         child = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
@@ -77,18 +77,18 @@ class Plays:
         print("no memory left", file=sys.stderr, flush=True)
         os._exit(7)
 
-    def hang(self, asked: dict[str, Any]) -> list[Any]:
+    def hang(self, request: dict[str, Any]) -> list[Any]:
         Path(self.settings["environment"]["child"]).touch()  # tells that it has begun
         time.sleep(600)
         return []
 
-    def stray(self, asked: dict[str, Any]) -> list[Any]:
+    def stray(self, request: dict[str, Any]) -> list[Any]:
         print(json.dumps({"session": 99, "why": None, "traces": []}), flush=True)
-        return self.hang(asked)
+        return self.hang(request)
 
-    def babble(self, asked: dict[str, Any]) -> list[Any]:
+    def babble(self, request: dict[str, Any]) -> list[Any]:
         print("hello", flush=True)
-        return self.hang(asked)
+        return self.hang(request)
 
 
 def trace(session: str, agent: str, branches: list[Any], **rewards: float) -> dict[str, Any]:
@@ -108,14 +108,14 @@ def main() -> None:
         with lock:
             print(json.dumps(line), flush=True)
 
-    def one(asked: dict[str, Any]) -> None:
-        verb = settings["environment"]["plays"][asked["task"]]
+    def one(request: dict[str, Any]) -> None:
+        verb = settings["environment"]["plays"][request["task"]]
         try:
-            say({"session": asked["session"], "why": None, "traces": getattr(plays, verb)(asked)})
+            say({"session": request["session"], "why": None, "traces": getattr(plays, verb)(request)})
         except TimeoutError:
-            say({"session": asked["session"], "timeout": True, "why": "late"})
+            say({"session": request["session"], "timeout": True, "why": "late"})
         except Exception as error:
-            say({"session": asked["session"], "timeout": False, "why": str(error)})
+            say({"session": request["session"], "timeout": False, "why": str(error)})
 
     say({"ready": True})
     for line in sys.stdin:

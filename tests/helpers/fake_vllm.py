@@ -211,17 +211,17 @@ class FakeVllm:
         about = {"finish_reason": end, "stop_reason": None, "weight_versions": spans}
         parts: list[tuple[Any, Arrays]] = []
         for tokens in texts:
-            own = {"tokens": np.array(tokens, np.int32)}
+            sample = {"tokens": np.array(tokens, np.int32)}
             if params["logprobs"] is not None:
-                own["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
-                own["logprobs"][:1] = np.nan if fault == "nan" and not parts else own["logprobs"][:1]
-            parts.append((about, own | ({"experts": experts_of(prompt + tokens)} if self.experts else {})))
+                sample["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
+                sample["logprobs"][:1] = np.nan if fault == "nan" and not parts else sample["logprobs"][:1]
+            parts.append((about, sample | ({"experts": experts_of(prompt + tokens)} if self.experts else {})))
         return pack_parts(parts)
 
     def score(self, frame: bytes, fault: str | None) -> bytes:
-        asked, arrays = unpack(frame)
-        lengths, tokens = asked["lengths"], arrays["tokens"]
-        ids = top_of(tokens, asked["top_k"])
+        fields, arrays = unpack(frame)
+        lengths, tokens = fields["lengths"], arrays["tokens"]
+        ids = top_of(tokens, fields["top_k"])
         every = np.concatenate([tokens[:, None], ids], axis=1).tolist()
         scores = np.array([[logprob_of(token) for token in row] for row in every], np.float32)
         starts = np.cumsum([0, *lengths[:-1]])

@@ -41,8 +41,8 @@ IMPORTED = [
 
 def environment() -> dict[str, str]:
     """Returns this process's environment with what a process of the tests needs beside it."""
-    given = os.environ.get("PYTHONPATH")  # packages may lie outside of the environment (tools/gpu_kit/lease.sh)
-    folders = [str(ROOT), str(ROOT / "tests/helpers"), *([given] if given else [])]
+    search_path = os.environ.get("PYTHONPATH")  # packages may lie outside of the environment (tools/gpu_kit/lease.sh)
+    folders = [str(ROOT), str(ROOT / "tests/helpers"), *([search_path] if search_path else [])]
     return os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(folders)}
 
 
@@ -57,15 +57,15 @@ def start(log: Path, function: Callable[..., Any], *arguments: Any, **variables:
 def program(words: Sequence[str], directory: Path, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs `megatron-rl *words` from the repository's root in a process of its own, with this process's environment.
     Its output goes to files of the directory. Raises TimeoutExpired, as subprocess does."""
-    out, errors = directory / "stdout", directory / "stderr"
-    process = begin(_program, words, environment(), str(out), str(errors))
+    printed, errors = directory / "stdout", directory / "stderr"
+    process = begin(_program, words, environment(), str(printed), str(errors))
     process.join(timeout_s)
     late = process.exitcode is None
     if late:
         process.kill()
         process.join()
-        raise subprocess.TimeoutExpired(list(words), timeout_s, out.read_bytes(), errors.read_bytes())
-    return subprocess.CompletedProcess(words, process.exitcode, out.read_text(), errors.read_text())
+        raise subprocess.TimeoutExpired(list(words), timeout_s, printed.read_bytes(), errors.read_bytes())
+    return subprocess.CompletedProcess(words, process.exitcode, printed.read_text(), errors.read_text())
 
 
 def begin(target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -92,9 +92,9 @@ def _context() -> Any:
     return context
 
 
-def _program(words: Sequence[str], variables: dict[str, str], out: str, errors: str) -> None:
+def _program(words: Sequence[str], variables: dict[str, str], printed: str, errors: str) -> None:
     _end_with_parent()
-    _write_to(out, errors)
+    _write_to(printed, errors)
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)
@@ -103,7 +103,7 @@ def _program(words: Sequence[str], variables: dict[str, str], out: str, errors: 
     sys.exit(main(words))
 
 
-def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments: Any) -> list[BaseProcess]:
+def start_ranks(function: Callable[..., Any], world: int, folder: Path, *arguments: Any) -> list[BaseProcess]:
     """Runs `function(OUT/rank{r}.json, *arguments)` on `world` ranks; see `answers`. What it returns is its answer,
     unless it wrote one itself and returns None."""
     port, processes = str(free_port("127.0.0.1")), []
@@ -115,12 +115,12 @@ def start_ranks(function: Callable[..., Any], world: int, out: Path, *arguments:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
         }
-        file = out / f"rank{rank}.json"
-        processes.append(start(out / f"rank{rank}.log", _answer, function, file, *arguments, **variables))
+        file = folder / f"rank{rank}.json"
+        processes.append(start(folder / f"rank{rank}.log", _answer, function, file, *arguments, **variables))
     return processes
 
 
-def answers(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> list[Any]:
+def answers(ranks: Sequence[BaseProcess], folder: Path, timeout_s: float) -> list[Any]:
     """Returns what `function` returned on each rank.
 
     Fails with the output of those that failed, and kills the others.
@@ -135,9 +135,9 @@ def answers(ranks: Sequence[BaseProcess], out: Path, timeout_s: float) -> list[A
         rank.kill()
         rank.join()
     assert not failed, "\n".join(
-        f"rank {r} of {len(ranks)}:\n" + (out / f"rank{r}.log").read_text()[-3000:] for r in failed
+        f"rank {r} of {len(ranks)}:\n" + (folder / f"rank{r}.log").read_text()[-3000:] for r in failed
     )
-    return [json.loads((out / f"rank{r}.json").read_text()) for r in range(len(ranks))]
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(len(ranks))]
 
 
 def _answer(function: Callable[..., Any], file: Path, *arguments: Any) -> None:
@@ -158,9 +158,9 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _write_to(out: str, errors: str | None) -> None:
+def _write_to(printed: str, errors: str | None) -> None:
     """Has this process write its output, and errors, to files; without a file for them both go to one."""
-    with open(out, "w") as file:
+    with open(printed, "w") as file:
         os.dup2(file.fileno(), 1)
         if errors is None:
             os.dup2(file.fileno(), 2)

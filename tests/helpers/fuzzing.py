@@ -33,31 +33,31 @@ class Tally:
         return self.outcomes.total() + self.defects
 
 
-def tally(seed: int, count: int, one: Callable[[random.Random], str], *, timed: bool = True) -> Tally:
-    """Tries `count` inputs. `one` makes an input from the generator it is given, tries it, and returns the name of the
-    outcome; whatever it raises is a defect, and so is an input that takes longer than LIMIT_S, unless `one` limits
-    its time itself (`timed` false). Input i is the same in every call with the same seed.
+def tally(seed: int, count: int, attempt: Callable[[random.Random], str], *, timed: bool = True) -> Tally:
+    """Tries `count` inputs. `attempt` makes an input from the generator it is given, tries it, and returns the name of
+    the outcome; whatever it raises is a defect, and so is an input that takes longer than LIMIT_S, unless `attempt`
+    limits its time itself (`timed` false). Input i is the same in every call with the same seed.
     """
-    found = Tally()
+    counts = Tally()
     for i in range(count):
         try:
-            outcome = _in_time(one, f"{seed}/{i}") if timed else one(random.Random(f"{seed}/{i}"))
-            found.outcomes[outcome] += 1
+            outcome = _in_time(attempt, f"{seed}/{i}") if timed else attempt(random.Random(f"{seed}/{i}"))
+            counts.outcomes[outcome] += 1
         except (Exception, Hang):
-            found.defects += 1
-            if len(found.shown) < SHOWN:
-                found.shown.append(f"input {i} of seed {seed}:\n{traceback.format_exc()}")
-    return found
+            counts.defects += 1
+            if len(counts.shown) < SHOWN:
+                counts.shown.append(f"input {i} of seed {seed}:\n{traceback.format_exc()}")
+    return counts
 
 
-def _in_time(one: Callable[[random.Random], str], seed: str) -> str:
+def _in_time(attempt: Callable[[random.Random], str], seed: str) -> str:
     """Tries an input, a second time when it was slow: the first try may have imported modules."""
     try:
         with _limited():
-            return one(random.Random(seed))
+            return attempt(random.Random(seed))
     except Hang:
         with _limited():
-            return one(random.Random(seed))
+            return attempt(random.Random(seed))
 
 
 @contextmanager
@@ -67,10 +67,10 @@ def _limited() -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Hang(f"it takes more than {LIMIT_S:g} s of processor time")
 
-    before = signal.signal(signal.SIGPROF, late)
+    handler = signal.signal(signal.SIGPROF, late)
     signal.setitimer(signal.ITIMER_PROF, LIMIT_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
-        signal.signal(signal.SIGPROF, before)
+        signal.signal(signal.SIGPROF, handler)

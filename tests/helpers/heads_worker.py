@@ -54,21 +54,21 @@ def save(policy: MegatronPolicy, directory: Path) -> None:
 def crossing(folder: Path, head: str, lora: Lora | None, **model: Any) -> dict[str, float]:
     """One update, a checkpoint, another layout, another update on both sides, and an export of the second."""
     name = f"{head}_lora" if lora else head
-    own = make_policy(folder / "model", FIRST, head, lora, **model)
-    loss, rollouts, _ = make_loss("value", make_rollouts(own.arch.vocab))
-    start = {name: tensor.clone() for name, tensor in own.export.weights()}
-    first = learn(own, rollouts, loss, each=3)
+    policy = make_policy(folder / "model", FIRST, head, lora, **model)
+    loss, rollouts, _ = make_loss("value", make_rollouts(policy.arch.vocab))
+    start = {name: tensor.clone() for name, tensor in policy.export.weights()}
+    first = learn(policy, rollouts, loss, each=3)
     checkpoint = folder / f"checkpoint_{name}"
-    save(own, checkpoint)
-    other = make_policy(folder / "model", SECOND, head, lora, **model)
-    new = {name: tensor.clone() for name, tensor in other.export.weights()}
-    other.state.load(checkpoint)
-    a, b = learn(own, rollouts, loss), learn(other, rollouts, loss)
-    ours, theirs = dict(own.export.weights()), dict(other.export.weights())
-    export_model(world(), other.export, other.role.model, folder / name)
-    other.export.write_adapter(folder / f"adapter_{name}")
-    work, index = work_of(other, rollouts, loss)
-    values = values_of(other, work, index)
+    save(policy, checkpoint)
+    reloaded = make_policy(folder / "model", SECOND, head, lora, **model)
+    new = {name: tensor.clone() for name, tensor in reloaded.export.weights()}
+    reloaded.state.load(checkpoint)
+    a, b = learn(policy, rollouts, loss), learn(reloaded, rollouts, loss)
+    ours, theirs = dict(policy.export.weights()), dict(reloaded.export.weights())
+    export_model(world(), reloaded.export, reloaded.role.model, folder / name)
+    reloaded.export.write_adapter(folder / f"adapter_{name}")
+    work, index = work_of(reloaded, rollouts, loss)
+    values = values_of(reloaded, work, index)
     if world().rank == 0:
         save_file({"values": values}, folder / f"values_{name}.safetensors")
     moved = {name: (ours[name] - start[name]).abs().max().item() for name in ours}
@@ -95,11 +95,11 @@ def sharing(folder: Path, lora: Lora | None) -> dict[str, Any]:
     """A policy that a critic shares: an update, a checkpoint, another layout, an update of both, and an export."""
     name = f"shared_{'lora' if lora else 'full'}"
     kept = LossConfig(value_coef=0.5, kl_coef=0.0)
-    own, other = (make_policy(folder / "model", layout, None, lora, loss=kept) for layout in (FIRST, SECOND))
-    _, rollouts, _ = make_loss("value", make_rollouts(own.arch.vocab))
-    new, loss = everywhere(own), PolicyAndValueLoss(kept)
-    learn(own, rollouts, loss, each=3)
-    save(own, folder / name)
+    trained, reloaded = (make_policy(folder / "model", layout, None, lora, loss=kept) for layout in (FIRST, SECOND))
+    _, rollouts, _ = make_loss("value", make_rollouts(trained.arch.vocab))
+    new, loss = everywhere(trained), PolicyAndValueLoss(kept)
+    learn(trained, rollouts, loss, each=3)
+    save(trained, folder / name)
     checkpoints, loaded = [name], 0.0
     if lora is None:
         checkpoints.append(f"{name}_cut")
@@ -107,42 +107,42 @@ def sharing(folder: Path, lora: Lora | None) -> dict[str, Any]:
             reshard(folder / name, folder / checkpoints[1], TrainerLayout(tp=2), model=folder / "model")
         dist.barrier()
     for checkpoint in checkpoints:
-        other.state.load(folder / checkpoint)
-        loaded = max(loaded, (everywhere(own) - everywhere(other)).abs().max().item())
-    a, b = learn(own, rollouts, loss), learn(other, rollouts, loss)
-    ours, theirs, head = dict(own.export.weights()), dict(other.export.weights()), everywhere(own)
-    export_model(world(), other.export, other.role.model, folder / f"{name}_model")
+        reloaded.state.load(folder / checkpoint)
+        loaded = max(loaded, (everywhere(trained) - everywhere(reloaded)).abs().max().item())
+    a, b = learn(trained, rollouts, loss), learn(reloaded, rollouts, loss)
+    ours, theirs, head = dict(trained.export.weights()), dict(reloaded.export.weights()), everywhere(trained)
+    export_model(world(), reloaded.export, reloaded.role.model, folder / f"{name}_model")
     plain = make_policy(folder / "model", FIRST, None, lora)
     save(plain, folder / f"{name}_plain")
-    said = []
-    for policy, checkpoint in ((plain, name), (own, f"{name}_plain")):
+    messages = []
+    for policy, checkpoint in ((plain, name), (trained, f"{name}_plain")):
         try:
             policy.state.load(folder / checkpoint)
         except ConfigError as error:
-            said.append(str(error))
+            messages.append(str(error))
     return {
         "loaded": loaded,
         "weights": max((ours[n] - theirs[n]).abs().max().item() for n in ours),
-        "head": (head - everywhere(other)).abs().max().item(),
+        "head": (head - everywhere(reloaded)).abs().max().item(),
         "moved": (head - new).abs().max().item(),
         "metrics": max(abs(a[n] - b[n]) for n in ("loss", "grad_norm", "value", "value_error", "entropy", "ratio")),
-        "exported": [n for n in (*ours, *own.export.shards(), *own.export.adapter()) if "value_head" in n],
-        "refused": said,
+        "exported": [n for n in (*ours, *trained.export.shards(), *trained.export.adapter()) if "value_head" in n],
+        "refused": messages,
     }
 
 
 def overlapped(folder: Path) -> float:
     """The largest difference that overlapped sums and gathers make to weights after three optimizer steps on two
     replicas. Every parameter is gathered on its own, so that the head must wait for its weight itself."""
-    after = []
+    weights = []
     pieces = functools.partial(optimizer.DistributedDataParallelConfig, bucket_size=1)
     for overlap in (False, True):
         with patch.object(optimizer, "DistributedDataParallelConfig", pieces):
             policy = make_policy(folder / "model", {}, "value", overlap=overlap)
         loss, rollouts, _ = make_loss("value", make_rollouts(policy.arch.vocab))
         assert learn(policy, rollouts, loss, each=3)["optimizer_steps"] == 3
-        after.append(dict(policy.export.weights()))
-    return max((after[0][name] - after[1][name]).abs().max().item() for name in after[0])
+        weights.append(dict(policy.export.weights()))
+    return max((weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0])
 
 
 def refusals(folder: Path) -> list[str]:
@@ -151,17 +151,17 @@ def refusals(folder: Path) -> list[str]:
     language, critic = MegatronPolicy(role, parallel.create(role.layout)), make_policy(folder / "model", FIRST, "value")
     untied = RoleConfig(model=Model(path=str(folder / "untied_model")), layout=Layout(**FIRST))
     save(MegatronPolicy(untied, parallel.create(role.layout)), folder / "untied")
-    said = []
+    messages = []
     for policy, checkpoint in ((language, "checkpoint_value"), (critic, "untied"), (critic, "checkpoint_value_lora")):
         try:
             policy.state.load(folder / checkpoint)
         except ConfigError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def main() -> None:
-    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    output_path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     lora = Lora(rank=3, alpha=7.0)
@@ -176,12 +176,12 @@ def main() -> None:
     }
     dist.barrier()
     # the adapter that was written begins another run, on one layout's ranks, with the same values
-    told = Lora(rank=3, alpha=7.0, path=str(folder / "adapter_value_lora"))
-    again = make_policy(folder / "model", FIRST, "value", told)
+    begun = Lora(rank=3, alpha=7.0, path=str(folder / "adapter_value_lora"))
+    again = make_policy(folder / "model", FIRST, "value", begun)
     loss, rollouts, _ = make_loss("value", make_rollouts(again.arch.vocab))
     work, index = work_of(again, rollouts, loss)
     save_file({"values": values_of(again, work, index)}, folder / f"again_{world().rank}.safetensors")
-    out.write_text(json.dumps(answers))
+    output_path.write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()
 
