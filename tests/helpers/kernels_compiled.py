@@ -63,8 +63,8 @@ def compiled(kernel: Any, types: dict[str, str], constants: dict[str, Any], warp
     signature = {name: "constexpr" if name in constants else types.get(name, INT) for name in names}
     places = {(names.index(name),): value for name, value in constants.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    found = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    return len(found.asm["cubin"])
+    binary = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    return len(binary.asm["cubin"])
 
 
 def main() -> None:

@@ -45,24 +45,25 @@ class Alone:
 
 def differentiate(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[torch.Tensor]:
     """Returns what a function gives, and the gradients of its inputs for a fixed random gradient of that."""
-    own = [x.detach().clone().requires_grad_() for x in inputs]
-    out = function(*own)
-    wanted = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
-    out.backward(wanted)
-    return [out.detach(), *(x.grad for x in own if x.grad is not None)]
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    seed = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1)).to(outputs.dtype)
+    outputs.backward(seed)
+    return [outputs.detach(), *(x.grad for x in leaves if x.grad is not None)]
 
 
-def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
+def error(approximation: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     """Returns the largest difference of the pairs, each as a share of the largest number of its exact one."""
     return max(
-        ((a.double() - b.double()).abs().max() / b.abs().max()).item() for a, b in zip(found, exact, strict=True)
+        ((a.double() - b.double()).abs().max() / b.abs().max()).item()
+        for a, b in zip(approximation, exact, strict=True)
     )
 
 
 def small(dtype: torch.dtype) -> dict[str, float]:
     """Compares gates, rotary embedding and norms with torch's operations, in float64, for shapes that no block fits."""
     torch.manual_seed(0)
-    found, x = {}, torch.randn(2, 3, 2 * 1100, dtype=dtype)
+    errors, x = {}, torch.randn(2, 3, 2 * 1100, dtype=dtype)
     for name, tanh in (("swiglu", False), ("geglu", True)):
 
         def plain(x: torch.Tensor, tanh: bool = tanh) -> torch.Tensor:
@@ -72,7 +73,7 @@ def small(dtype: torch.dtype) -> dict[str, float]:
         def ours(x: torch.Tensor, tanh: bool = tanh) -> torch.Tensor:
             return gates.gated(x, tanh=tanh).double()
 
-        found[name] = error(differentiate(ours, x), differentiate(plain, x))
+        errors[name] = error(differentiate(ours, x), differentiate(plain, x))
     joined, cos, sin = (torch.randn(*shape, dtype=dtype) for shape in ((5, 2, 4 * 24), (5, 1, 1, 24), (5, 1, 1, 24)))
 
     def turned(x: torch.Tensor) -> torch.Tensor:
@@ -83,7 +84,7 @@ def small(dtype: torch.dtype) -> dict[str, float]:
         first, second = heads.chunk(2, -1)
         return heads * cos + torch.cat([-second, first], -1) * sin
 
-    found["rope"] = error(differentiate(turned, joined), differentiate(plainly, joined))
+    errors["rope"] = error(differentiate(turned, joined), differentiate(plainly, joined))
     x, weight = torch.randn(300, 70, dtype=dtype), torch.randn(70, dtype=dtype)
     for name, more in (("norm", 0.0), ("norm from one", 1.0)):
 
@@ -93,8 +94,8 @@ def small(dtype: torch.dtype) -> dict[str, float]:
         def by_torch(x: torch.Tensor, weight: torch.Tensor, more: float = more) -> torch.Tensor:
             return F.rms_norm(x.double(), (70,), more + weight.double(), 1e-5)
 
-        found[name] = error(differentiate(normed, x, weight), differentiate(by_torch, x, weight))
-    return found
+        errors[name] = error(differentiate(normed, x, weight), differentiate(by_torch, x, weight))
+    return errors
 
 
 def head() -> dict[str, float]:
@@ -115,19 +116,19 @@ def head() -> dict[str, float]:
 
     def exact(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         log_p = (hidden.double() @ weight[:vocab].double().T / 0.7).log_softmax(-1)
-        own = log_p[torch.arange(rows), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)
-        return torch.stack([*own, *log_p.gather(1, candidates).T])
+        columns = log_p[torch.arange(rows), labels], -(log_p.exp() * log_p).sum(-1), log_p.detach().mean(-1)
+        return torch.stack([*columns, *log_p.gather(1, candidates).T])
 
-    found = {"all": error(differentiate(ours, hidden, weight), differentiate(exact, hidden, weight))}
+    errors = {"all": error(differentiate(ours, hidden, weight), differentiate(exact, hidden, weight))}
     kept, vocab_statistics.KEPT_ELEMENTS["cpu"] = vocab_statistics.KEPT_ELEMENTS["cpu"], 0
-    found["computed again"] = error(differentiate(ours, hidden, weight), differentiate(exact, hidden, weight))
+    errors["computed again"] = error(differentiate(ours, hidden, weight), differentiate(exact, hidden, weight))
     vocab_statistics.KEPT_ELEMENTS["cpu"] = kept
     names = ("logprobs",)
-    found["logprobs"] = error(
+    errors["logprobs"] = error(
         differentiate(lambda *x: ours(*x)[:1], hidden, weight), differentiate(lambda *x: exact(*x)[:1], hidden, weight)
     )
     vocab_statistics.CHUNK_ELEMENTS["cpu"], vocab_statistics.GOOD_ROWS = 1 << 21, 128
-    return found
+    return errors
 
 
 class _NanGradient(torch.autograd.Function):
@@ -155,12 +156,12 @@ def tried() -> dict[str, str | None]:
     def broken(x: torch.Tensor, *, tanh: bool) -> torch.Tensor:
         raise TritonError("no such\ninstruction")
 
-    def wrong_peak(logits: torch.Tensor, scale: float, **asked: bool) -> Any:
-        peak, sums = statistics(logits, scale, **asked)
+    def wrong_peak(logits: torch.Tensor, scale: float, **outputs: bool) -> Any:
+        peak, sums = statistics(logits, scale, **outputs)
         return peak * 0.0, sums
 
-    def only_asked(logits: torch.Tensor, scale: float, *, ids: torch.Tensor, **given: Any) -> None:
-        to_gradient(logits, scale, ids=ids, **given)
+    def only_asked(logits: torch.Tensor, scale: float, *, ids: torch.Tensor, **outputs: Any) -> None:
+        to_gradient(logits, scale, ids=ids, **outputs)
         logits.copy_(torch.zeros_like(logits).scatter(1, ids, logits.gather(1, ids)))
 
     forms: dict[str, tuple[Any, str, Any]] = {
@@ -168,16 +169,16 @@ def tried() -> dict[str, str | None]:
         "wrong": (gates, "gated", lambda x, *, tanh: gated(x, tanh=not tanh)),
         "nan": (gates, "gated", lambda x, *, tanh: _NanGradient.apply(gated(x, tanh=tanh))),
         "broken": (gates, "gated", broken),
-        "norm": (norm, "rms_norm", lambda x, weight, **given: normed(x, weight + 0.1, **given)),
+        "norm": (norm, "rms_norm", lambda x, weight, **settings: normed(x, weight + 0.1, **settings)),
         "peak": (head_kernels, "statistics", wrong_peak),
         "others": (head_kernels, "to_gradient", only_asked),
     }
     answers = {}
     for name, (module, kernel, form) in forms.items():
-        before = getattr(module, kernel)
+        original = getattr(module, kernel)
         setattr(module, kernel, form)
         answers[name] = trial.trouble.__wrapped__(torch.device("cpu"))  # without its memory
-        setattr(module, kernel, before)
+        setattr(module, kernel, original)
     return answers
 
 
@@ -191,7 +192,9 @@ def model(path: str, case: dict[str, Any]) -> dict[str, float]:
     errors = {
         "logprobs": (logprobs_of(policy, rollouts) - logprobs).abs().max(),
         "gradients": gradient_error(policy, work, loss, gradients) / largest,
-        "modules": sum(isinstance(one, Chosen) and one.triton for chunk in policy.chunks for one in chunk.modules()),
+        "modules": sum(
+            isinstance(layer, Chosen) and layer.triton for chunk in policy.chunks for layer in chunk.modules()
+        ),
     }
     return {name: float(value) for name, value in errors.items()}
 
@@ -220,14 +223,14 @@ def on_ranks(folder: Path, name: str, case: dict[str, Any], ranks: int) -> list[
 
 
 def main() -> None:
-    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    output_path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     rough = {f"{name} bf16": value for name, value in small(torch.bfloat16).items()}
     answer: dict[str, Any] = {"small": small(torch.float32) | rough, "head": head(), "tried": tried()}
     for name, (family, sizes, ranks, case) in MODELS.items():
         make_model(folder / name, family, vocab_size=VOCAB, **sizes)
         answer[name] = on_ranks(folder, name, case, ranks)
-    out.write_text(json.dumps(answer))
+    output_path.write_text(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -58,18 +58,18 @@ def run(path: Path, layout: Layout, model: dict) -> dict:
     policy.update(work, 0, loss)
     same = (p.detach() for chunk in policy.chunks for p in chunk.parameters() if getattr(p, "allreduce", True))
     apart = max(apart_of(p, policy) for p in same)  # not of experts, of which ranks have different ones
-    said = ""
+    message = ""
     try:
         next(iter(policy.export.weights()))
     except RuntimeError as error:
-        said = str(error)
+        message = str(error)
     for step in range(1, len(work.steps)):
         losses.append(policy.update(work, step, loss)["loss"])
-    left = sum(len(chunk.remove_forward_pre_hook_handles) for chunk in policy.chunks)
-    found = {name: tensor.clone() for name, tensor in policy.export.weights()}
+    waits = sum(len(chunk.remove_forward_pre_hook_handles) for chunk in policy.chunks)
+    weights = {name: tensor.clone() for name, tensor in policy.export.weights()}
     return {
-        "weights": found, "logprobs": logprobs_of(policy, rollouts), "apart": apart, "losses": losses,
-        "steps": len(work.steps), "waits_left": left, "said": said,
+        "weights": weights, "logprobs": logprobs_of(policy, rollouts), "apart": apart, "losses": losses,
+        "steps": len(work.steps), "waits_left": waits, "said": message,
     }  # fmt: skip
 
 
@@ -77,11 +77,11 @@ def apart_of(parameter: torch.Tensor, policy: MegatronPolicy) -> float:
     """Returns how far a parameter is from that of other replicas, which have the same. Collective."""
     others = [torch.empty_like(parameter) for _ in range(policy.groups.dp_size)]
     dist.all_gather(others, parameter.contiguous(), group=policy.groups.dp)
-    return max((other - parameter).abs().max().item() for other in others)
+    return max((theirs - parameter).abs().max().item() for theirs in others)
 
 
 def main() -> None:
-    out, models = Path(sys.argv[1]), Path(sys.argv[2])
+    output_path, models = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     optimizer.DistributedDataParallelConfig = functools.partial(
@@ -102,7 +102,7 @@ def main() -> None:
             "waits_left": late["waits_left"],
             "said": [plain["said"], late["said"]],
         }
-    out.write_text(json.dumps(answer))
+    output_path.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -57,17 +57,17 @@ class WeightedLogprobs:
 
 def make_rollouts(vocab: int) -> list[Rollout]:
     g = torch.Generator().manual_seed(3)
-    out = []
+    rollouts = []
     for i, n in enumerate(LENGTHS):
         tokens, prompt = torch.randint(0, vocab, (n,), generator=g).numpy(), 1 + i % 3
         spans = spans_of((prompt, Author.ENVIRONMENT, -1), (n - prompt, Author.POLICY, 0))
         advantages = torch.randn(n, generator=g).numpy()
-        out.append(
+        rollouts.append(
             Rollout(
                 role="generator", group=str(i), tokens=tokens, logprobs=np.zeros(n), spans=spans, advantages=advantages
             )
         )
-    return out
+    return rollouts
 
 
 def make_batch(vocab: int) -> Batch:
@@ -100,8 +100,8 @@ def learn(
 
 def logprobs_of(policy: MegatronPolicy, rollouts: Sequence[Rollout], *, reference: bool = False) -> torch.Tensor:
     """Gives the log-prob of every position of the packed rollouts, on every rank. -> [N]"""
-    found = world().broadcast(policy_logprobs(world(), policy, own(rollouts), reference=reference))
-    return torch.cat([torch.from_numpy(np.append(one[1:], np.float32(0))) for one in found])
+    logprobs = world().broadcast(policy_logprobs(world(), policy, own(rollouts), reference=reference))
+    return torch.cat([torch.from_numpy(np.append(row[1:], np.float32(0))) for row in logprobs])
 
 
 def work_of(
@@ -125,23 +125,23 @@ def balance(routers: Sequence[torch.Tensor], chosen: int) -> torch.Tensor:
 def choose(rollouts: Sequence[Rollout], arch: hf_model.Architecture) -> list[Rollout]:
     """The rollouts with experts as an engine might have chosen them, at random; nothing is known of one sequence and of
     every last token."""
-    g, out = torch.Generator().manual_seed(9), []
+    g, chosen = torch.Generator().manual_seed(9), []
     for i, r in enumerate(rollouts):
         ranks = torch.rand(len(r.tokens) - 1, arch.num_layers, arch.experts, generator=g)
         experts = ranks.argsort(-1)[..., : arch.features.experts_per_token].to(torch.int16).numpy()
         experts[:, : arch.dense_layers] = FREE
-        out.append(replace(r, experts=None if i == 2 else experts))
-    return out
+        chosen.append(replace(r, experts=None if i == 2 else experts))
+    return chosen
 
 
 def force(model, arch: hf_model.Architecture, shown: list[torch.Tensor]) -> None:
     """Has transformers' routers choose what `shown` [T, layers, k] holds, in its own order of layers."""
     routing = arch.features.routing
 
-    def hook(layer, _module, _inputs, out):
-        logits, _, own = out
-        wanted = shown[0][:, layer].long()
-        chosen = torch.where(wanted == FREE, own, wanted)
+    def hook(layer, _module, _inputs, outputs):
+        logits, _, routed = outputs
+        experts = shown[0][:, layer].long()
+        chosen = torch.where(experts == FREE, routed, experts)
         scores = logits.float().softmax(-1) if routing.scores == "softmax" else logits.float().sigmoid()
         scores = scores.gather(1, chosen)
         weights = routing.scale * (scores / scores.sum(-1, keepdim=True) if routing.renormalised else scores)
@@ -172,8 +172,8 @@ def reference(
     that reads both log-probs and values, the model has a value head beside its output layer; the values [N] come
     last."""
     arch, loss_function = hf_model.read_architecture(path, head), loss_function or WeightedLogprobs()
-    batch, found = pack(rollouts), tally(rollouts)
-    weights, denominator = loss_function.aggregate(found.weighted, found.groups)
+    batch, tallied = pack(rollouts), tally(rollouts)
+    weights, denominator = loss_function.aggregate(tallied.weighted, tallied.groups)
     batch = replace(batch, weights=batch.weights * batch.spread(torch.from_numpy(weights)), **(extra or {}))
     eager = {"experts_implementation": "eager"} if arch.experts else {}
     kind = AutoModelForCausalLM if head is None else AutoModelForSequenceClassification
@@ -183,7 +183,7 @@ def reference(
         model.value_head = torch.nn.Linear(arch.hidden, 1, bias=False, dtype=dtype)
         fill_value_head(model.value_head.weight)
     cu, logprobs, entropies, routers, logits, shown = batch.cu_seqlens.tolist(), [], [], [], [], []
-    candidates, told = batch.values.get(CANDIDATES), []
+    candidates, gathered = batch.values.get(CANDIDATES), []
     if batch.experts is not None:
         force(model, arch, shown)
     for a, b in zip(cu, cu[1:], strict=False):
@@ -193,20 +193,20 @@ def reference(
             logits.append(values.detach())
             logprobs.append(values[:, 0])
             continue
-        out = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
+        answer = model(input_ids=batch.tokens[None, a:b], **({"output_router_logits": True} if aux else {}))
         if both:
             hidden = model.model(input_ids=batch.tokens[None, a:b]).last_hidden_state[0]
             beside.append(F.linear(hidden.float(), model.value_head.weight.float())[:, 0])
-        routers.append(out.router_logits if aux else ())
-        logits.append(out.logits[0].detach().float())
-        logp = out.logits[0].float().log_softmax(-1)
+        routers.append(answer.router_logits if aux else ())
+        logits.append(answer.logits[0].detach().float())
+        logp = answer.logits[0].float().log_softmax(-1)
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
-        told += [] if candidates is None else [logp.gather(1, candidates[a:b].long())]
+        gathered += [] if candidates is None else [logp.gather(1, candidates[a:b].long())]
     live = torch.cat(logprobs)
     entropy = live.detach() if head is not None else torch.cat(entropies)
     value = torch.cat(beside) if beside else live
-    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(told) if told else None, value=value)
+    statistics = Statistics(live, entropy, candidate_logprobs=torch.cat(gathered) if gathered else None, value=value)
     loss = loss_function(statistics, batch)[0] / denominator
     # each sequence counts with its number of tokens
     chosen, pairs = arch.features.experts_per_token, zip(batch.lengths.tolist(), routers, strict=True)
@@ -228,9 +228,9 @@ def reference(
     kept = {
         n: b for n, b in model.named_buffers() if n in model.state_dict()
     }  # parameters of ours that are not trained
-    after = tensor_copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
+    moved = tensor_copies.by_expert({n: p.detach().float() for n, p in [*named.items(), *kept.items()]}, arch)
     entropy, value = ent / float(batch.mask.sum()), torch.where(batch.mask, value.detach(), 0.0)
-    return logprobs, float(loss), entropy, grads, after, float(norm), torch.cat(logits), value
+    return logprobs, float(loss), entropy, grads, moved, float(norm), torch.cat(logits), value
 
 
 def fill_value_head(weight: torch.Tensor, _seed: int = 0) -> None:
@@ -258,23 +258,27 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
     if name == "value":
-        g, out = torch.Generator().manual_seed(11), []
+        g, with_values = torch.Generator().manual_seed(11), []
         for r in rollouts:
             drawn = 0.6 * torch.randn(2, len(r.tokens), generator=g)
-            out.append(replace(r, values={"old_value": drawn[0].numpy(), "returns": drawn[1].numpy()}))
-        return ValueLoss(LossConfig(value_clip=0.3)), out, {}
+            with_values.append(replace(r, values={"old_value": drawn[0].numpy(), "returns": drawn[1].numpy()}))
+        return ValueLoss(LossConfig(value_clip=0.3)), with_values, {}
     if name == "shared":
         _, rollouts, _ = make_loss("value", rollouts)
-        own, rollouts, extra = make_loss("policy", rollouts)
-        return PolicyAndValueLoss(replace(own.config, value_coef=VALUE_COEF, value_clip=VALUE_CLIP)), rollouts, extra
+        policy_loss, rollouts, extra = make_loss("policy", rollouts)
+        return (
+            PolicyAndValueLoss(replace(policy_loss.config, value_coef=VALUE_COEF, value_clip=VALUE_CLIP)),
+            rollouts,
+            extra,
+        )
     if name == "distilled":
-        g, out = torch.Generator().manual_seed(7), []
+        g, with_values = torch.Generator().manual_seed(7), []
         for r in rollouts:
             top = (2 * torch.randn(len(r.tokens), 97, generator=g)).log_softmax(-1).topk(6)
             values = {CANDIDATES: top.indices.int().numpy(), "teacher_candidate_logprobs": top.values.numpy()}
-            out.append(replace(r, values=values))
+            with_values.append(replace(r, values=values))
         settings = LossConfig(objective="distilled_top_k", objective_args={"kl": "mixed"}, kl_coef=0.0)
-        return PolicyLoss(settings), out, {}
+        return PolicyLoss(settings), with_values, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
     old, reference_logprobs = (-4.5 + 0.3 * torch.randn(size, generator=g) for _ in range(2))
     engine = (old - 0.1).split([len(r.tokens) for r in rollouts])
@@ -352,16 +356,16 @@ def pipeline_logits(chunks, parts):
     )
 
 
-def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, wanted: torch.Tensor) -> float:
+def logits_error(policy: MegatronPolicy, work: Work, index: torch.Tensor, logits_of_rows: torch.Tensor) -> float:
     """Largest difference of this rank's logits, at its tokens that have a label and of its vocabulary, from [N, V] of
     transformers. `index`: where the positions of `work` stand among the N."""
     worst = 0.0
     with policy.groups.active(), torch.no_grad():
         for micro, logits in pipeline_logits(policy.chunks, [*policy._micro_batches(work, 0)]):
-            found = logits.flatten(0, 1)[micro.label_rows].cpu()
+            rows = logits.flatten(0, 1)[micro.label_rows].cpu()
             first = policy.groups.tp.rank() * logits.shape[-1] if policy.role.head is None else 0
-            want = wanted[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
-            worst = max([worst, *(found[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
+            want = logits_of_rows[index[micro.start + micro.answers.cpu()], first : first + logits.shape[-1]]
+            worst = max([worst, *(rows[:, : want.shape[1]] - want).abs().amax(-1).tolist()])
     return worst
 
 
@@ -369,11 +373,11 @@ def values_of(policy: MegatronPolicy, work: Work, index: torch.Tensor) -> torch.
     """Gives the value at every position of the packed rollouts, on every rank. -> [N]"""
     parts: list = [None] * dist.get_world_size()
     dist.all_gather_object(parts, (index, policy.statistics(work, (VALUE,)).get(VALUE)))
-    whole = torch.zeros(sum(LENGTHS))
-    for places, found in parts:
-        if found is not None:
-            whole[places] = found
-    return whole
+    values = torch.zeros(sum(LENGTHS))
+    for places, part in parts:
+        if part is not None:
+            values[places] = part
+    return values
 
 
 def run_case(path: str, case: dict) -> dict[str, float]:
@@ -386,7 +390,7 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     work, index = work_of(policy, rollouts, loss, extra)
     aux = case.get("model_settings", {}).get("router_aux_loss", 0.0)
     decay_norms = case.get("optimizer", {}).get("decay_norms", False)
-    ref_logprobs, ref_loss, ref_entropy, grads, after, ref_norm, ref_logits, ref_values = reference(
+    ref_logprobs, ref_loss, ref_entropy, grads, expected, ref_norm, ref_logits, ref_values = reference(
         path, rollouts, loss, extra, aux=aux, decay_norms=decay_norms, head=head
     )
     ours = logprobs_of(policy, rollouts) if head is None else values_of(policy, work, index)
@@ -397,17 +401,17 @@ def run_case(path: str, case: dict) -> dict[str, float]:
     errors["loss_forward"] = abs(policy.evaluate(work, loss)["loss"] - ref_loss)
     errors["gradients"] = gradient_error(policy, work, loss, grads)
 
-    before = {n: t.clone() for n, t in policy.export.weights()}
+    start = {n: t.clone() for n, t in policy.export.weights()}
     metrics = policy.update(work, 0, loss)
     errors["loss"] = abs(metrics["loss"] - ref_loss)
     errors["entropy"] = abs(metrics["entropy" if head is None else "value"] - ref_entropy)
     errors["grad_norm"] = abs(metrics["grad_norm"] - ref_norm) / max(1.0, ref_norm)
-    now, trained = dict(policy.export.weights()), after.pop(VALUE_HEAD, None)
+    now, trained = dict(policy.export.weights()), expected.pop(VALUE_HEAD, None)
     for weight in policy.head().values() if trained is not None else ():
         errors["value_head"] = (weight.detach() - trained).abs().max().item()
-    errors["names"] = float(len(set(after) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
-    errors["weights"] = max((now[n] - after[n]).abs().max().item() for n in now)
-    errors["moved"] = max((now[n] - before[n]).abs().max().item() for n in now)
+    errors["names"] = float(len(set(expected) ^ set(now) - ({"lm_head.weight"} if arch.tied else set())))
+    errors["weights"] = max((now[n] - expected[n]).abs().max().item() for n in now)
+    errors["moved"] = max((now[n] - start[n]).abs().max().item() for n in now)
     errors["largest_gradient"] = max(g.abs().max().item() for g in grads.values())
     errors["micro_batches"] = metrics["micro_batches"]
     first = ref_logprobs if head is not None else logprobs_of(policy, rollouts, reference=True)
@@ -418,10 +422,10 @@ def run_case(path: str, case: dict) -> dict[str, float]:
 def stream_errors(policy: MegatronPolicy, now: dict[str, torch.Tensor]) -> dict[str, float]:
     """Compares what the stream of weights gives after the reference's were in use, and to rank 0 alone."""
     again, driver = dict(policy.export.weights()), dict(policy.export.weights(everywhere=False))
-    wanted = now if dist.get_rank() == 0 else {}
+    tensors = now if dist.get_rank() == 0 else {}
     return {
         "driver": float(
-            driver.keys() != wanted.keys() or any(not torch.equal(driver[n], t) for n, t in wanted.items())
+            driver.keys() != tensors.keys() or any(not torch.equal(driver[n], t) for n, t in tensors.items())
         ),
         "swap": float(any(not torch.equal(again[n], now[n]) for n in now)),
     }
@@ -452,7 +456,7 @@ def run_bf16(path: str, case: dict) -> dict[str, float]:
 
 
 def main() -> None:
-    out, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    output_path, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     results = {}
@@ -463,7 +467,7 @@ def main() -> None:
                 run = run_case if case.get("dtype", "float32") == "float32" else run_bf16
                 model = case.get("model", "qwen2") + ("_scored" if case.get("head") else "")
                 results[case["name"]] = run(f"{path}/{model}", case)
-    out.write_text(json.dumps(results))
+    output_path.write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -59,7 +59,7 @@ class Files:
 
 def run(case, world, template, folder):
     """Returns the metrics' lines, the table of the policy, and the files and the progress at the end of the run."""
-    log, said, policy = Log(), [], TablePolicy(VOCAB, lr=0.3, seed=1)
+    log, summaries, policy = Log(), [], TablePolicy(VOCAB, lr=0.3, seed=1)
     recipe = Scripted(updates=6, group_size=8, template=template)
     stop_after = 2 if case == "exit" else None
     setup, progress = make(
@@ -70,7 +70,7 @@ def run(case, world, template, folder):
         setup = replace(setup, memory=DeviceMemory(setup.trainees, servers))
     directory = RunDirectory(folder)
     driver = SimpleNamespace(
-        directory=directory, checkpoints=Checkpoints(directory.checkpoints, keep=2), summary=said.append,
+        directory=directory, checkpoints=Checkpoints(directory.checkpoints, keep=2), summary=summaries.append,
         leave=SimpleNamespace(saved=lambda seconds: None),
     )  # fmt: skip
 
@@ -86,7 +86,7 @@ def run(case, world, template, folder):
     done = train(setup, PLANS[case], progress, checkpoints)
     files = sorted(str(path.relative_to(folder)) for path in folder.glob("*/iteration_*/**/*") if path.is_file())
     return {
-        "done": done, "lines": log.lines, "table": policy.table.tolist(), "files": files, "said": said,
+        "done": done, "lines": log.lines, "table": policy.table.tolist(), "files": files, "said": summaries,
         "progress": {} if world.rank else progress.state_dict(),
     }  # fmt: skip
 
@@ -101,13 +101,13 @@ def failing(world, template, folder):
     return None
 
 
-def main(out, template):
+def main(output_path, template):
     dist.init_process_group("gloo")
-    world, folder = World(), Path(out).parent
+    world, folder = World(), Path(output_path).parent
     seen = {case: run(case, world, template, folder / case) for case in PLANS}
     seen["failing"] = failing(world, template, folder / "failing")
     world.barrier()
-    Path(out).write_text(json.dumps(seen))
+    Path(output_path).write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 

@@ -11,12 +11,14 @@ from megatron_rl.messages.world import World
 from megatron_rl.training import loop
 
 
-def main(out, template):
+def main(output_path, template):
     dist.init_process_group("gloo")
     log, world = Log(), World()
-    setup, progress = make(template, log, Path(out).parent / "iterations", world=world)
+    setup, progress = make(template, log, Path(output_path).parent / "iterations", world=world)
     train(setup, loop.Plan(iterations=4, evaluate_every=2), progress)
-    Path(out).write_text(json.dumps({"lines": log.lines, "table": setup.trainees["generator"].policy.table.tolist()}))
+    Path(output_path).write_text(
+        json.dumps({"lines": log.lines, "table": setup.trainees["generator"].policy.table.tolist()})
+    )
     world.barrier()
     dist.destroy_process_group()
 

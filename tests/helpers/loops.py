@@ -194,14 +194,14 @@ def _collector(recipe, context, progress, store, *, data, states, replay, max_st
     return Collector(maker, credit, iterations, store, max_staleness=max_staleness)
 
 
-def make(template, log, directory, **own):
-    """The parts of a run; `directory` holds its store of iterations. `own`: grade, policy, state (of a checkpoint),
+def make(template, log, directory, **changes):
+    """The parts of a run; `directory` holds its store of iterations. `changes`: grade, policy, state (of a checkpoint),
     stop_after, world, recipe, replay (a directory), max_staleness, loss (its settings), and fields of Trainee.
     """
     parts = {"grade": right, "world": OneProcess(), "max_staleness": 0, "loss": LossConfig(kl_coef=0.0)}
     parts |= dict.fromkeys(("policy", "state", "stop_after", "recipe", "replay"))
-    settings = {name: value for name, value in own.items() if name not in parts}
-    parts |= {name: value for name, value in own.items() if name in parts}
+    settings = {name: value for name, value in changes.items() if name not in parts}
+    parts |= {name: value for name, value in changes.items() if name in parts}
     world, state = parts["world"], parts["state"] or {}
     policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1)
     recipe = parts["recipe"] or Grpo(updates=25, group_size=8, template=template)

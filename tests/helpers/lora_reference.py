@@ -40,18 +40,18 @@ def start(path: str, targets: list[str]):
     return model.train()
 
 
-def compute(out: Path, path: str, targets: list[str]) -> None:
+def compute(folder: Path, path: str, targets: list[str]) -> None:
     """Writes what peft computes of one model."""
     model, loss_function = start(path, targets), WeightedLogprobs()
-    model.save_pretrained(out / "start")  # makes the directory
+    model.save_pretrained(folder / "start")  # makes the directory
     rollouts = make_rollouts(model.config.vocab_size)
-    batch, found = pack(rollouts), tally(rollouts)
-    weights, denominator = loss_function.aggregate(found.weighted, found.groups)
+    batch, tallied = pack(rollouts), tally(rollouts)
+    weights, denominator = loss_function.aggregate(tallied.weighted, tallied.groups)
     cu, logprobs, entropies, logits = batch.cu_seqlens.tolist(), [], [], []
     for a, b in zip(cu, cu[1:], strict=False):
-        own = model(input_ids=batch.tokens[None, a:b]).logits[0].float()
-        logits.append(own.detach())
-        logp = own.log_softmax(-1)
+        row = model(input_ids=batch.tokens[None, a:b]).logits[0].float()
+        logits.append(row.detach())
+        logp = row.log_softmax(-1)
         logprobs.append(logp.gather(1, batch.labels[a:b, None])[:, 0])
         entropies.append(-(logp.exp() * logp).sum(-1))
     live = torch.cat(logprobs)
@@ -59,14 +59,16 @@ def compute(out: Path, path: str, targets: list[str]) -> None:
     loss.backward()
     trained = {n.replace(".default", ""): p for n, p in model.named_parameters() if p.requires_grad}
     assert trained and all("lora_" in name for name in trained)
-    told = {f"gradient/{name}": p.grad.clone() for name, p in trained.items()}
+    tensors = {f"gradient/{name}": p.grad.clone() for name, p in trained.items()}
     norm = torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
     torch.optim.AdamW(trained.values(), lr=LR, betas=(0.9, 0.999), eps=1e-4, weight_decay=DECAY).step()
-    told |= {f"after/{name}": p.detach() for name, p in trained.items()}
-    told |= {"logits": torch.cat(logits), "logprobs": torch.where(batch.mask, live.detach(), 0.0)}
-    told |= {"loss": loss.detach().double()[None], "norm": norm.double()[None]}
-    save_file({name: tensor.contiguous() for name, tensor in told.items()}, out / "reference.safetensors")
-    start(path, targets).merge_and_unload().save_pretrained(out / "merged")  # with the names of files, expert by expert
+    tensors |= {f"after/{name}": p.detach() for name, p in trained.items()}
+    tensors |= {"logits": torch.cat(logits), "logprobs": torch.where(batch.mask, live.detach(), 0.0)}
+    tensors |= {"loss": loss.detach().double()[None], "norm": norm.double()[None]}
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "reference.safetensors")
+    start(path, targets).merge_and_unload().save_pretrained(
+        folder / "merged"
+    )  # with the names of files, expert by expert
 
 
 def main() -> None:

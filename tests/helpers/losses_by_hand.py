@@ -62,8 +62,8 @@ def draw(seed, *, width=0.5, by_token=False):
     """Draws a batch of TEXTS whose policies lie about `width` nats apart, and its tokens in the loss by rollout."""
     rng = np.random.default_rng(seed)
     base = [-0.05 - 2 * rng.random(len(text)) for text in TEXTS]
-    values = {name: [own + width * rng.standard_normal(len(own)) for own in base] for name in NAMES}
-    values = {name: [np.minimum(own, -0.01) for own in rows] for name, rows in values.items()}
+    values = {name: [row + width * rng.standard_normal(len(row)) for row in base] for name in NAMES}
+    values = {name: [np.minimum(row, -0.01) for row in rows] for name, rows in values.items()}
     advantages = [rng.standard_normal(len(text) if by_token else 1) * 1.5 for text in TEXTS]
     batch, live = batch_of(TEXTS, advantages, values)
     return batch, live, [tokens_of(i, values, advantages) for i in range(len(TEXTS))]
@@ -73,15 +73,15 @@ def tokens_of(number, values, advantages):
     """Lists the tokens of a rollout that are in the loss. `next`: the same of the token behind, None where that is not
     in the loss."""
     text, first = TEXTS[number], sum(map(len, TEXTS[:number]))
-    out, behind = [], None
+    written, behind = [], None
     for t in reversed(range(1, len(text))):
         weight = {"P": 1.0, "J": PARTNER_WEIGHT, "E": 0.0}[text[t]]
         numbers = [float(values[name][number][t]) for name in NAMES]
         advantage = float(np.broadcast_to(advantages[number], len(text))[t])
         token = Token(first + t - 1, text[t] == "P", weight, advantage, *numbers, behind)
         behind = token if weight else None
-        out = [token, *out] if weight else out
-    return out
+        written = [token, *written] if weight else written
+    return written
 
 
 # Every formula: ([n] tokens of a rollout, [n] weights) -> [n] losses, [n] derivatives of the weighted sum of the losses
@@ -142,8 +142,8 @@ def gmpo(*, low, high):
             logs.append(sign * min(sign * log_u, sign * min(max(log_u, -low), high)))
         n = len(tokens)
         mean = math.exp(sum(logs) / n) if n else 1.0
-        whole = sum(-w * t.advantage * mean for t, w in zip(tokens, weights, strict=True))
-        slopes = [whole / n if log == t.new - t.old else 0.0 for t, log in zip(tokens, logs, strict=True)]
+        total = sum(-w * t.advantage * mean for t, w in zip(tokens, weights, strict=True))
+        slopes = [total / n if log == t.new - t.old else 0.0 for t, log in zip(tokens, logs, strict=True)]
         return [-t.advantage * mean for t in tokens], slopes
 
     return of
@@ -153,8 +153,8 @@ def each(function):
     """Makes a formula of a rollout from (loss, derivative) of one token."""
 
     def of(tokens, weights):
-        found = [function(t) for t in tokens]
-        return [loss for loss, _ in found], [w * slope for w, (_, slope) in zip(weights, found, strict=True)]
+        terms = [function(t) for t in tokens]
+        return [loss for loss, _ in terms], [w * slope for w, (_, slope) in zip(weights, terms, strict=True)]
 
     return of
 
@@ -272,21 +272,21 @@ def correction_of(method, name):
 
 def weight_by_hand(correction, tokens):
     """[n] weights of a rollout's tokens, and for each whether its r is outside; a partner's have weight 1."""
-    own = [t.old - t.engine for t in tokens if t.own]
-    found = []
+    ratios = [t.old - t.engine for t in tokens if t.own]
+    weighted = []
     for t in tokens:
         if correction is None or correction.kind == "none" or not t.own:
-            found.append((1.0, False))
+            weighted.append((1.0, False))
             continue
-        logs = {"token": t.old - t.engine, "sequence": sum(own), "geometric": sum(own) / len(own)}
+        logs = {"token": t.old - t.engine, "sequence": sum(ratios), "geometric": sum(ratios) / len(ratios)}
         r = math.exp(logs[correction.level])
         low, high = correction.low or 0.0, correction.high or math.inf
         outside = not low <= r <= high
         inside = {"truncate": r, "mask": r, "drop": 1.0}[correction.kind]
-        found.append(
+        weighted.append(
             ((min(max(r, low), high) if correction.kind == "truncate" else 0.0) if outside else inside, outside)
         )
-    return [w for w, _ in found], [o for _, o in found]
+    return [w for w, _ in weighted], [o for _, o in weighted]
 
 
 def weighed(config, batch):
@@ -304,6 +304,6 @@ def shares_by_hand(aggregation, rollouts):
     return [float(np.float32(1 / total)) / sum(x > 0 for x in totals) if total else 0.0 for total in totals]
 
 
-def close(found, expected, **bounds):
+def close(actual, expected, **bounds):
     bounds = {"rtol": 1e-10, "atol": 1e-12} | bounds
-    torch.testing.assert_close(torch.as_tensor(found), torch.as_tensor(expected, dtype=torch.float64), **bounds)
+    torch.testing.assert_close(torch.as_tensor(actual), torch.as_tensor(expected, dtype=torch.float64), **bounds)

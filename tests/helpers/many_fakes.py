@@ -14,11 +14,11 @@ from fake_vllm import FakeVllm
 from limits import PROCESS_S
 
 
-def main(token: str, servers: int, wanted: int) -> None:
+def main(token: str, servers: int, expected: int) -> None:
     fakes = [FakeVllm(token, stall_after=1) for _ in range(servers)]
     print(json.dumps([fake.url for fake in fakes]), flush=True)
     end = time.monotonic() + PROCESS_S
-    while (running := sum(fake.running for fake in fakes)) < wanted and time.monotonic() < end:
+    while (running := sum(fake.running for fake in fakes)) < expected and time.monotonic() < end:
         time.sleep(0.02)
     print(running, flush=True)
     sys.stdin.readline()

@@ -10,10 +10,10 @@ from megatron_rl.weights import parameter_mapping
 
 def numbered(sizes: Sizes) -> dict[str, torch.Tensor]:
     """Returns parameters of different numbers by Hugging Face names, float64."""
-    out, start = {}, 0
+    tensors, start = {}, 0
     for name, (rows, columns) in parameter_mapping.hf_shapes(sizes).items():
         one_dimensional = columns == 1
         values = torch.arange(start, start + rows * columns, dtype=torch.float64)
-        out[name] = values if one_dimensional else values.view(rows, columns)
+        tensors[name] = values if one_dimensional else values.view(rows, columns)
         start += rows * columns
-    return out
+    return tensors

@@ -106,11 +106,11 @@ def sequence_ratio(live: Statistics, batch: Batch, *, clip_low: float = 3e-4, cl
 @within(25)
 def median_baseline(rewards: np.ndarray, groups: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     """Compares each reward with the median of its group. [B] each -> [B]"""
-    out = np.empty_like(rewards)
+    advantages = np.empty_like(rewards)
     for group in np.unique(groups):
-        own = groups == group
-        out[own] = rewards[own] - np.median(rewards[own])
-    return out
+        members = groups == group
+        advantages[members] = rewards[members] - np.median(rewards[members])
+    return advantages
 
 
 within(140)(Rubric)  # the method itself, which was a toy here

@@ -51,7 +51,7 @@ class Farthest(Collector):
         return credited
 
 
-def main(out, runs):
+def main(output_path, runs):
     place, statuses = place_from(os.environ), []
     for file, port, leave_after in json.loads(runs):
         config = files.load(TrainConfig, [Path(file)], [])
@@ -59,7 +59,7 @@ def main(out, runs):
         (config.directory / STOP).unlink(missing_ok=True)
         with mock.patch.object(train, "Collector", functools.partial(Farthest, leave_after=leave_after)):
             statuses.append(train.run(spec, replace(place, port=port)))
-    Path(out).write_text(json.dumps(statuses))
+    Path(output_path).write_text(json.dumps(statuses))
 
 
 if __name__ == "__main__":

@@ -201,13 +201,13 @@ def ifeval() -> dict[str, Any]:
 def make_rollouts(row: Mapping[str, Any]) -> list[Rollout]:
     """Makes the rollouts of a row with TRL's advantages. A tool's tokens stand in the middle of some, and truncated
     ones may have no trained token."""
-    inputs, out = trl()["inputs"], []
+    inputs, rollouts = trl()["inputs"], []
     masked = inputs["truncated"] if row["settings"].get("mask_truncated_completions") else ()
     for i, (prompt, completion) in enumerate(zip(inputs["prompts"], inputs["completions"], strict=True)):
         written = [0] * len(completion) if i in masked else inputs["written"][i]
-        parts = [(Author.POLICY, 0) if own else (Author.ENVIRONMENT, -1) for own in written]
+        parts = [(Author.POLICY, 0) if sampled else (Author.ENVIRONMENT, -1) for sampled in written]
         spans = [(len(list(group)), *key) for key, group in groupby(parts)]
-        out.append(
+        rollouts.append(
             Rollout(
                 role="generator",
                 group=str(i // inputs["group"]),
@@ -217,14 +217,14 @@ def make_rollouts(row: Mapping[str, Any]) -> list[Rollout]:
                 advantages=row["advantages"][i],
             )
         )
-    return out
+    return rollouts
 
 
 def at_labels(values: list[list[float]]) -> Tensor:
     """Puts numbers of completion tokens where a packed batch has their labels: one position before the token.
     -> [N] float64"""
     prompts = trl()["inputs"]["prompts"]
-    rows = [[0.0] * (len(prompt) - 1) + own + [0.0] for prompt, own in zip(prompts, values, strict=True)]
+    rows = [[0.0] * (len(prompt) - 1) + row + [0.0] for prompt, row in zip(prompts, values, strict=True)]
     return torch.tensor(sum(rows, []), dtype=torch.float64)
 
 
@@ -260,14 +260,14 @@ def compare_loss(name: str) -> Difference:
     row, ours = trl()["rows"][name], LOSSES[name]
     assert ours.settings is not None, f"{name} is not offered: {ours.differs}"
     loss, by_logprob, by_entropy, batch = computed(row, ours.settings)
-    lengths = [[0.0] * len(own) for own in row["by_logprob"]]
+    lengths = [[0.0] * len(logprobs) for logprobs in row["by_logprob"]]
     pairs = [(by_logprob, at_labels(row["by_logprob"])), (by_entropy, at_labels(row.get("by_entropy", lengths)))]
     if ours.gradient == "rollout":
         pairs = [(batch.sequence_sums(a), batch.sequence_sums(b)) for a, b in pairs]
-    found, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
+    gradients, theirs = (torch.cat(side) for side in zip(*pairs, strict=True))
     return Difference(
         loss=abs(ours.factor * loss - row["loss"]) / abs(row["loss"]),
-        gradient=((ours.factor * found - theirs).abs().max() / theirs.abs().max()).item(),
+        gradient=((ours.factor * gradients - theirs).abs().max() / theirs.abs().max()).item(),
     )
 
 
@@ -276,49 +276,49 @@ def compare_estimator(name: str) -> tuple[float, float]:
 
     -> (relative difference with TRL's number beside the standard deviation, and as it is)
     """
-    row, (own, _) = trl()["advantages"][name], ESTIMATED[name]
+    row, (estimator, _) = trl()["advantages"][name], ESTIMATED[name]
     graded = [i for i, reward in enumerate(row["rewards"]) if reward is not None]
     rewards = np.array([row["rewards"][i] for i in graded])
     groups = np.array(graded) // trl()["inputs"]["group"]
     theirs = np.array(row["advantages"])
     assert not np.delete(theirs, graded).any()
-    found = find_estimator(own)(rewards, groups, np.ones(len(graded), np.int64))
-    pools = {"grpo": groups, "batch": np.zeros_like(groups)}.get(own)
-    as_theirs = found
+    advantages = find_estimator(estimator)(rewards, groups, np.ones(len(graded), np.int64))
+    pools = {"grpo": groups, "batch": np.zeros_like(groups)}.get(estimator)
+    as_theirs = advantages
     if pools is not None:
         std = np.array([rewards[pools == pool].std(ddof=1) for pool in pools])
-        as_theirs = found * (std + EPSILON) / (std + TRL_EPSILON)
+        as_theirs = advantages * (std + EPSILON) / (std + TRL_EPSILON)
     largest = np.abs(theirs).max()
-    return tuple(float(np.abs(values - theirs[graded]).max() / largest) for values in (as_theirs, found))
+    return tuple(float(np.abs(values - theirs[graded]).max() / largest) for values in (as_theirs, advantages))
 
 
 def compare_preference(name: str) -> tuple[Difference, dict[str, float]]:
     """Compares a row of preferences. -> (differences, difference of each metric relative to TRL's)"""
-    found, ours = trl(FOLDER / "trl_preferences.json"), PREFERENCES[name]
-    row, inputs = found["rows"][name], found["inputs"]
+    recorded, ours = trl(FOLDER / "trl_preferences.json"), PREFERENCES[name]
+    row, inputs = recorded["rows"][name], recorded["inputs"]
     assert ours.settings is not None, f"{name} is not offered: {ours.differs}"
     loss = PolicyLoss(LossConfig(**{"kl_coef": 0.0} | dict(ours.settings)))
     unpaired = row["trainer"] == "KTOTrainer"
     prompts = [[0] * inputs["prompts"][i // 2] for i in range(len(inputs["live"]))]
 
     def placed(values: list[list[float]]) -> Tensor:
-        rows = [[0.0] * (len(prompt) - 1) + own + [0.0] for prompt, own in zip(prompts, values, strict=True)]
+        rows = [[0.0] * (len(prompt) - 1) + row + [0.0] for prompt, row in zip(prompts, values, strict=True)]
         return torch.tensor(sum(rows, []), dtype=torch.float64)
 
     rollouts = [
         Rollout(
             role="model",
             group=str(i if unpaired else i // 2),
-            tokens=np.zeros(len(prompt) + len(own)),
-            logprobs=np.zeros(len(prompt) + len(own)),
-            spans=spans_of((len(prompt), Author.ENVIRONMENT, -1), (len(own), Author.POLICY, 0)),
+            tokens=np.zeros(len(prompt) + len(completion)),
+            logprobs=np.zeros(len(prompt) + len(completion)),
+            spans=spans_of((len(prompt), Author.ENVIRONMENT, -1), (len(completion), Author.POLICY, 0)),
             advantages=(1.0 if inputs["labels"][i] else -1.0) if unpaired else (1.0, -1.0)[i % 2],
         )
-        for i, (prompt, own) in enumerate(zip(prompts, inputs["live"], strict=True))
+        for i, (prompt, completion) in enumerate(zip(prompts, inputs["live"], strict=True))
     ]
     batch, counts = pack(rollouts), tally(rollouts)
     weights, denominator = loss.aggregate(counts.weighted, counts.groups)
-    sides = [sum(sum(own) for own in inputs[f"kl_{side}"]) / len(rollouts) for side in ("live", "reference")]
+    sides = [sum(sum(kls) for kls in inputs[f"kl_{side}"]) / len(rollouts) for side in ("live", "reference")]
     kl = max(0.0, (sides[0] - sides[1]) * (-1 if name == "kto_kl_below_0" else 1))
     reference = placed(inputs["reference"]) * (row["trainer"] != "CPOTrainer")
     batch = replace(
@@ -344,9 +344,9 @@ def compare_preference(name: str) -> tuple[Difference, dict[str, float]]:
 
 def source(settings: Mapping[str, Any]) -> str:
     """The paper that a row's settings come from, by its number at arXiv; TRL where the method is TRL's own."""
-    own = next((paper for name, paper in PAPERS.items() if settings.get(name) not in (None, False)), None)
+    paper = next((paper for name, paper in PAPERS.items() if settings.get(name) not in (None, False)), None)
     kind = "gspo" if settings.get("importance_sampling_level") == "sequence" else settings["loss_type"]
-    return own or KINDS["luspo" if settings["loss_type"] == "luspo" else kind]
+    return paper or KINDS["luspo" if settings["loss_type"] == "luspo" else kind]
 
 
 def words(settings: Mapping[str, Any]) -> str:
@@ -366,20 +366,22 @@ def table(*, measured: bool) -> str:
         if ours.settings is None:
             rows.append([*row, "not offered", ours.differs, "", ""])
             continue
-        found = compare_loss(name) if measured else Difference(0.0, 0.0)
-        own = words(ours.settings) or "the defaults"
-        rows.append([*row, own, ours.differs, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
+        difference = compare_loss(name) if measured else Difference(0.0, 0.0)
+        ours_words = words(ours.settings) or "the defaults"
+        rows.append([*row, ours_words, ours.differs, f"{difference.loss:.0e}", f"{difference.gradient:.0e}"])
     for name, ours in PREFERENCES.items():
         theirs = trl(FOLDER / "trl_preferences.json")["rows"][name]
         row = [name, f"{theirs['trainer']} {words(theirs['settings'])}".strip()]
         if ours.settings is None:
             rows.append([*row, "2403.00409", "not offered", ours.differs, "", ""])
             continue
-        found = compare_preference(name)[0] if measured else Difference(0.0, 0.0)
+        difference = compare_preference(name)[0] if measured else Difference(0.0, 0.0)
         row += [PREFERENCE_PAPERS[ours.settings["objective"]], words(ours.settings), ours.differs]
-        rows.append([*row, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
-    for name, (own, differs) in ESTIMATED.items():
+        rows.append([*row, f"{difference.loss:.0e}", f"{difference.gradient:.0e}"])
+    for name, (estimator, differs) in ESTIMATED.items():
         apart = compare_estimator(name)[0] if measured else 0.0
         settings = words(trl()["advantages"][name]["settings"])
-        rows.append([name, settings, ADVANTAGE_PAPERS[own], f"estimator={own}", differs, f"{apart:.0e}", ""])
+        rows.append(
+            [name, settings, ADVANTAGE_PAPERS[estimator], f"estimator={estimator}", differs, f"{apart:.0e}", ""]
+        )
     return "\n".join("| " + " | ".join(row if measured else row[:5]) + " |" for row in rows)

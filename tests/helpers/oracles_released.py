@@ -58,82 +58,88 @@ def group_of(tokens: Sequence[Sequence[int]], correct: Sequence[bool]) -> Group:
 
 
 def length() -> float:
-    found = [
-        (LengthReward().rewards([group_of([[1] * own for own in row["lengths"]], row["correct"])], 99)[0], row)
+    pairs = [
+        (LengthReward().rewards([group_of([[1] * size for size in row["lengths"]], row["correct"])], 99)[0], row)
         for row in released()["open_r1"]["lengths"]
     ]
-    return max(apart(ours, row["rewards"]) for ours, row in found)
+    return max(apart(ours, row["rewards"]) for ours, row in pairs)
 
 
 def of_tokens(name: str, option: Callable[[str, str], tuple[AddedReward, int]]) -> float:
-    own = released()["tokens"]
-    group = group_of(own["tokens"], [False] * len(own["tokens"]))
-    found = [(*option(*row.split()), theirs) for row, theirs in own[name].items()]
-    return max(apart(reward.rewards([group], limit)[0], theirs) for reward, limit, theirs in found)
+    recorded = released()["tokens"]
+    group = group_of(recorded["tokens"], [False] * len(recorded["tokens"]))
+    cases = [(*option(*row.split()), theirs) for row, theirs in recorded[name].items()]
+    return max(apart(reward.rewards([group], limit)[0], theirs) for reward, limit, theirs in cases)
 
 
 def of_words() -> float:
-    own = released()["open_r1"]
-    rows = [(*row.split(), theirs) for row, theirs in own["repetition"].items()]
+    recorded = released()["open_r1"]
+    rows = [(*row.split(), theirs) for row, theirs in recorded["repetition"].items()]
     return max(
-        apart([repetition(text, {}, ngram_size=int(size), max_penalty=float(most)) for text in own["texts"]], theirs)
+        apart(
+            [repetition(text, {}, ngram_size=int(size), max_penalty=float(most)) for text in recorded["texts"]], theirs
+        )
         for size, most, theirs in rows
     )
 
 
 def voted() -> tuple[list[Solution], dict[str, float]]:
     """Grades TTRL's responses against their votes, with the packaged grader of mathematics."""
-    own = released()["ttrl"]
+    recorded = released()["ttrl"]
     prompts = [
         Prompt(id=f"0/{i}", tokens=[i + 1], payload={"question": str(i), "answer": truth})
-        for i, truth in enumerate(own["truths"])
+        for i, truth in enumerate(recorded["truths"])
     ]
     characters = TOKENIZER.decode(range(1, 1 + len(prompts)))  # the prompt of problem i is the i-th character
-    script = lambda text, j, sampling: own["texts"][characters.index(text) * N + j]  # noqa: E731
+    script = lambda text, j, sampling: recorded["texts"][characters.index(text) * N + j]  # noqa: E731
     context = context_of(script, grade=graded(math_grade))
     return solve(context, "generator", prompts, Sampling(max_tokens=50, n=N), voted=True)
 
 
 def labels() -> float:
     solutions, _ = voted()
-    own = released()["ttrl"]
-    told = [s.rollout.payload["answer"] for s in solutions[::N]]
-    same = [float(math_grade(rf"\boxed{{{label}}}", {"answer": told[i]})) for i, label in enumerate(own["labels"])]
-    return max(apart(same, [1.0] * len(told)), apart([s.rollout.rewards["outcome"] for s in solutions], own["rewards"]))
+    recorded = released()["ttrl"]
+    elected = [s.rollout.payload["answer"] for s in solutions[::N]]
+    same = [
+        float(math_grade(rf"\boxed{{{label}}}", {"answer": elected[i]})) for i, label in enumerate(recorded["labels"])
+    ]
+    return max(
+        apart(same, [1.0] * len(elected)), apart([s.rollout.rewards["outcome"] for s in solutions], recorded["rewards"])
+    )
 
 
 def label_metrics() -> float:
-    found, theirs = voted()[1], released()["ttrl"]["metrics"]
+    metrics, theirs = voted()[1], released()["ttrl"]["metrics"]
     return apart(
-        [found["votes/labels_right"], found["votes/share"]], [theirs["label_accuracy"], theirs["majority_ratio"]]
+        [metrics["votes/labels_right"], metrics["votes/share"]], [theirs["label_accuracy"], theirs["majority_ratio"]]
     )
 
 
 def of_samples() -> float:
     rows = released()["pass_at_k"]
-    return apart([pass_at_k(n, c, k) for n, c, k, _ in rows], [own for *_, own in rows])
+    return apart([pass_at_k(n, c, k) for n, c, k, _ in rows], [theirs for *_, theirs in rows])
 
 
 def verif() -> float:
     """Checks the rules with the packaged reward `instructions`: no comma, and a response in quotation marks."""
-    kinds, found = ("punctuation:no_comma", "startend:quotation"), []
+    kinds, distances = ("punctuation:no_comma", "startend:quotation"), []
     for rules, judged, theirs in released()["verif"]:
-        said = "a" if all(rules[:1]) else "a,"
-        said = f'"{said}"' if all(rules[1:]) else said
+        response = "a" if all(rules[:1]) else "a,"
+        response = f'"{response}"' if all(rules[1:]) else response
         payload = {"rubric": [{"criterion": "tone"}], "instruction_id_list": kinds[: len(rules)]}
         context = judges.context_of(
-            generator=lambda *_, said=said: said, judge=lambda *_, j=judged: rf"\boxed{{{j}}}",
+            generator=lambda *_, response=response: response, judge=lambda *_, j=judged: rf"\boxed{{{j}}}",
             grade=graded_with_metrics,
         )  # fmt: skip
         recipe = Rubric(updates=1, group_size=2, rules=True)
         played, _ = judges.roll_out(recipe, ("generator",), judges.problems(1, **payload), context)
-        found.append(apart([r.rewards["outcome"] for r in played["generator"]], [theirs] * 2))
-    return max(found)
+        distances.append(apart([r.rewards["outcome"] for r in played["generator"]], [theirs] * 2))
+    return max(distances)
 
 
 def graded_with_metrics(responses: Sequence[str], payloads: Sequence[Mapping[str, Any]]) -> list[Graded]:
-    results = [instructions(*one, credit="share") for one in zip(responses, payloads, strict=True)]
-    return [Graded(Outcome.SCORE, own.pop("reward"), metrics=own) for own in results]
+    results = [instructions(*case, credit="share") for case in zip(responses, payloads, strict=True)]
+    return [Graded(Outcome.SCORE, metrics.pop("reward"), metrics=metrics) for metrics in results]
 
 
 def repeated(size: str, most: str) -> tuple[AddedReward, int]:

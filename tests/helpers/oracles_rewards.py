@@ -66,13 +66,15 @@ def compare(name: str) -> tuple[Difference, Mapping[str, float]]:
     live.requires_grad_()
     total, sums = loss(Statistics(value=live), batch)
     gradient = torch.autograd.grad(total / denominator, live)[0]
-    wanted = torch.tensor(theirs, dtype=torch.float64)
+    expected = torch.tensor(theirs, dtype=torch.float64)
     assert not gradient[~batch.mask].any()
     means = {key: (value / sums.get(f"count/{key}", len(scores))).item() for key, value in sums.items()}
-    apart = {ours: abs(means[ours] - row["metrics"][own]) for ours, own in METRICS.items() if own in row["metrics"]}
+    apart = {
+        ours: abs(means[ours] - row["metrics"][metric]) for ours, metric in METRICS.items() if metric in row["metrics"]
+    }
     difference = Difference(
         loss=abs((total / denominator).item() - row["loss"]) / abs(row["loss"]),
-        gradient=((gradient[batch.mask] - wanted).abs().max() / wanted.abs().max()).item(),
+        gradient=((gradient[batch.mask] - expected).abs().max() / expected.abs().max()).item(),
     )
     return difference, apart
 
@@ -81,10 +83,10 @@ def table(*, measured: bool) -> str:
     """The comparison as Markdown, with the largest relative differences when they are `measured`."""
     rows = [["row", "TRL", "source", "here", "what differs", "loss", "gradient"], ["---"] * 7]
     for name, row in recorded()["rows"].items():
-        found = compare(name)[0] if measured else Difference(0.0, 0.0)
+        difference = compare(name)[0] if measured else Difference(0.0, 0.0)
         theirs = f"{row['trainer']} {words(row['settings'])}".strip() + ", with margins" * row.get("margin", False)
         differs = "TRL has two outputs; their difference is ours" if name == "prm" else ""
         paper = {"prm": "2211.14275"}.get(name, "2203.02155")
-        own = [name, theirs, paper, words(settings_of(name)), differs]
-        rows.append([*own, f"{found.loss:.0e}", f"{found.gradient:.0e}"])
+        columns = [name, theirs, paper, words(settings_of(name)), differs]
+        rows.append([*columns, f"{difference.loss:.0e}", f"{difference.gradient:.0e}"])
     return "\n".join("| " + " | ".join(row if measured else row[:5]) + " |" for row in rows)

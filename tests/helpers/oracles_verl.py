@@ -42,13 +42,13 @@ def after_prompt(values: Sequence[float]) -> np.ndarray:
 
 def make_rollouts(**more: Sequence[Sequence[float]]) -> list[Rollout]:
     """Makes the rollouts of verl's inputs. `more`: further values per token of the responses."""
-    inputs, out = verl()["inputs"], []
+    inputs, rollouts = verl()["inputs"], []
     names = ("value", "logprobs", "reference_logprobs")
     columns = {name: inputs[name] for name in names} | more
     for number, written in enumerate(inputs["written"]):
         parts = [(Author.POLICY, 0) if digit == "1" else (Author.ENVIRONMENT, -1) for digit in written]
         spans = [(len(list(group)), *key) for key, group in groupby(parts)]
-        out.append(
+        rollouts.append(
             Rollout(
                 role="generator", group=str(number), tokens=np.arange(PROMPT + len(written)),
                 logprobs=after_prompt(inputs["logprobs"][number]),
@@ -57,49 +57,49 @@ def make_rollouts(**more: Sequence[Sequence[float]]) -> list[Rollout]:
                 values={name: after_prompt(rows[number]) for name, rows in columns.items()},
             )
         )  # fmt: skip
-    return out
+    return rollouts
 
 
-def apart(found: Sequence[np.ndarray], theirs: Sequence[Sequence[float]]) -> float:
+def apart(arrays: Sequence[np.ndarray], theirs: Sequence[Sequence[float]]) -> float:
     """Compares numbers per token, [T] each, with verl's per token of the responses."""
-    wanted = np.concatenate([[0.0] * PROMPT + list(own) for own in theirs])
-    return float(np.abs(np.concatenate([*found]) - wanted).max() / np.abs(wanted).max())
+    expected = np.concatenate([[0.0] * PROMPT + list(row) for row in theirs])
+    return float(np.abs(np.concatenate([*arrays]) - expected).max() / np.abs(expected).max())
 
 
 def over_tokens() -> float:
     """Whitened advantages and returns, with the KL penalty k1 in the rewards."""
-    found = []
+    distances = []
     for row in verl()["tokens"].values():
         settings = Gae(gamma=row["gamma"], lam=row["lam"])
         ours = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=verl()["inputs"]["kl_coef"])
-        found.append(apart([np.asarray(r.advantages) for r in ours.policy], row["advantages"]))
-        found.append(apart([r.values["returns"] for r in ours.critic], row["returns"]))
-    return max(found)
+        distances.append(apart([np.asarray(r.advantages) for r in ours.policy], row["advantages"]))
+        distances.append(apart([r.values["returns"] for r in ours.critic], row["returns"]))
+    return max(distances)
 
 
 def over_turns() -> float:
     """Returns of turns, of which verl is given one column each."""
-    found = []
+    distances = []
     for row in verl()["turns"].values():
         settings = Gae(gamma=row["gamma"], lam=row["lam"], level="turn")
         ours = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=verl()["inputs"]["kl_coef"])
         theirs = []
         for written, returns in zip(verl()["inputs"]["written"], row["returns"], strict=True):
             runs = [list(group) for _, group in groupby(written)]
-            own = iter(returns)
-            theirs.append([value for run in runs for value in [next(own) if run[0] == "1" else 0.0] * len(run)])
-        found.append(apart([r.values["returns"] for r in ours.critic], theirs))
-    return max(found)
+            values = iter(returns)
+            theirs.append([value for run in runs for value in [next(values) if run[0] == "1" else 0.0] * len(run)])
+        distances.append(apart([r.values["returns"] for r in ours.critic], theirs))
+    return max(distances)
 
 
 def penalties() -> float:
     """Token rewards with each estimator of the KL divergence, and its mean."""
-    inputs, found = verl()["inputs"], []
+    inputs, errors = verl()["inputs"], []
     for kind, row in verl()["kl"].items():
         settings = Gae(kl_coef=inputs["kl_coef"], kl=kind, kl_target=0.25, kl_horizon=16)
         kl = assign_gae(make_rollouts(), settings, reward="outcome", kl_coef=settings.kl_coef).kl
-        found += [abs(kl - row["kl"]) / abs(row["kl"])]
-        found += [abs(adapted(settings.kl_coef, kl, len(inputs["written"]), settings) / row["next_coef"] - 1)]
+        errors += [abs(kl - row["kl"]) / abs(row["kl"])]
+        errors += [abs(adapted(settings.kl_coef, kl, len(inputs["written"]), settings) / row["next_coef"] - 1)]
         ours = []
         for number, written in enumerate(inputs["written"]):
             pair = (torch.tensor(inputs[key][number]).double() for key in ("logprobs", "reference_logprobs"))
@@ -107,23 +107,23 @@ def penalties() -> float:
             rewards = -inputs["kl_coef"] * estimates * np.array([digit == "1" for digit in written])
             rewards[-1] += inputs["outcomes"][number]
             ours.append(after_prompt(rewards))
-        found.append(apart(ours, row["rewards"]))
-    return max(found)
+        errors.append(apart(ours, row["rewards"]))
+    return max(errors)
 
 
 def controller() -> float:
     """The course of the adaptive coefficient."""
-    own, coef, found = verl()["controller"], verl()["inputs"]["kl_coef"], []
-    settings = Gae(kl_coef=coef, kl_target=own["target"], kl_horizon=own["horizon"])
-    for step in own["course"]:
-        coef = adapted(coef, step["kl"], own["num_rollouts"], settings)
-        found.append(abs(coef - step["coef"]) / step["coef"])
-    return max(found)
+    recorded, coef, errors = verl()["controller"], verl()["inputs"]["kl_coef"], []
+    settings = Gae(kl_coef=coef, kl_target=recorded["target"], kl_horizon=recorded["horizon"])
+    for step in recorded["course"]:
+        coef = adapted(coef, step["kl"], recorded["num_rollouts"], settings)
+        errors.append(abs(coef - step["coef"]) / step["coef"])
+    return max(errors)
 
 
 def value_loss() -> float:
     """The clipped value loss, its gradient, and the share of tokens whose loss the clip determines."""
-    inputs, found = verl()["inputs"], []
+    inputs, errors = verl()["inputs"], []
     rollouts = make_rollouts(old_value=inputs["value"], returns=inputs["returns"], live=inputs["live_value"])
     batch = pack([replace(rollout, advantages=0.0) for rollout in rollouts])
     counts = tally(rollouts)
@@ -136,21 +136,21 @@ def value_loss() -> float:
         total, sums = loss(Statistics(value=live), weighted)
         (total / denominator).backward()
         assert live.grad is not None
-        found.append(abs(total.item() / denominator / row["loss"] - 1))
-        found.append(abs(float(sums["value_clip_frac"]) / float(batch.mask.sum()) - row["clip_frac"]))
+        errors.append(abs(total.item() / denominator / row["loss"] - 1))
+        errors.append(abs(float(sums["value_clip_frac"]) / float(batch.mask.sum()) - row["clip_frac"]))
         # a label is one position before its token, and verl's first token is behind the prompt
         ours = np.concatenate([np.zeros(1, np.float32), live.grad.numpy()[:-1]])
-        found.append(apart(np.split(ours, np.cumsum(batch.lengths.numpy())[:-1]), row["gradient"]))
-    return max(found)
+        errors.append(apart(np.split(ours, np.cumsum(batch.lengths.numpy())[:-1]), row["gradient"]))
+    return max(errors)
 
 
 def votes() -> float:
     """The score of the most frequent answer, without ties, of which verl takes the first."""
-    found = []
+    distances = []
     for name, theirs in verl()["votes"].items():
         answers, correct = name.split()
-        found.append(abs(majority([*answers], [float(answer in correct) for answer in answers]) - theirs))
-    return max(found)
+        distances.append(abs(majority([*answers], [float(answer in correct) for answer in answers]) - theirs))
+    return max(distances)
 
 
 # row -> (verl's functions, the place here, what is compared)
@@ -168,6 +168,6 @@ def table(
     *, measured: bool, rows: Mapping[str, tuple[str, str, Callable[[], float]]] = ROWS, whose: str = "verl"
 ) -> str:
     """The comparison as Markdown, with the largest relative differences when they are `measured`."""
-    out = [["row", whose, "here", "difference"], ["---"] * 4]
-    out += [[name, theirs, ours, f"{find() if measured else 0:.0e}"] for name, (theirs, ours, find) in rows.items()]
-    return "\n".join("| " + " | ".join(row if measured else row[:3]) + " |" for row in out)
+    lines = [["row", whose, "here", "difference"], ["---"] * 4]
+    lines += [[name, theirs, ours, f"{find() if measured else 0:.0e}"] for name, (theirs, ours, find) in rows.items()]
+    return "\n".join("| " + " | ".join(row if measured else row[:3]) + " |" for row in lines)

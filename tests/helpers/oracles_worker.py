@@ -27,21 +27,21 @@ LAYOUTS = {"dp": Layout(), "tp": Layout(tp=2)}
 
 def make_rollouts(record: dict[str, Any], numbers: Sequence[int]) -> list[Rollout]:
     """Makes the recorded rollouts with these numbers. TRL's log-probs at the start stand for the engine's."""
-    out = []
-    for one in (record["rollouts"][number] for number in numbers):
-        prompt, completion = one["prompt"], one["completion"]
+    rollouts = []
+    for recorded in (record["rollouts"][number] for number in numbers):
+        prompt, completion = recorded["prompt"], recorded["completion"]
         spans = spans_of((len(prompt), Author.ENVIRONMENT, -1), (len(completion), Author.POLICY, 0))
-        out.append(
+        rollouts.append(
             Rollout(
                 role="generator",
                 group=str(prompt),
                 tokens=np.array(prompt + completion),
-                logprobs=np.array([0.0] * len(prompt) + one["old"]),
+                logprobs=np.array([0.0] * len(prompt) + recorded["old"]),
                 spans=spans,
-                advantages=one["advantage"],
+                advantages=recorded["advantage"],
             )
         )
-    return out
+    return rollouts
 
 
 def make_role(path: Path, settings: dict[str, Any], layout: Layout) -> RoleConfig:
@@ -73,19 +73,20 @@ def replay(folder: Path, record: dict[str, Any], layout: Layout, steps: int) -> 
     went; of the log-probs before; of the loss and the gradient's norm, relative and as means over the steps."""
     role = make_role(folder / "model", record["settings"], layout)
     policy = MegatronPolicy(role, parallel.create(layout))
-    before = {name: tensor.clone() for name, tensor in policy.export.weights()}
+    start = {name: tensor.clone() for name, tensor in policy.export.weights()}
     rollouts = make_rollouts(record, [n for step in record["steps"][:steps] for n in step["rollouts"]])
     theirs = torch.cat([torch.from_numpy(np.append(r.logprobs[1:], np.float32(0))) for r in rollouts])
     logprobs = (logprobs_of(policy, rollouts) - theirs).abs().max().item()
     trainee = Trainee(
         policy=policy, loss=PolicyLoss(role.loss), samples_per_optimizer_step=role.samples_per_optimizer_step
     )
-    found = update(world(), trainee, own(rollouts))
-    assert found["optimizer_steps"] == steps
-    after, now = load_file(folder / f"after_{steps}.safetensors"), dict(policy.export.weights())
-    assert now.keys() == after.keys()
+    metrics = update(world(), trainee, own(rollouts))
+    assert metrics["optimizer_steps"] == steps
+    expected, now = load_file(folder / f"after_{steps}.safetensors"), dict(policy.export.weights())
+    assert now.keys() == expected.keys()
     moved, apart = (
-        torch.stack([(after[name] - other[name]).abs().max() for name in after]).max().item() for other in (before, now)
+        torch.stack([(expected[name] - weights[name]).abs().max() for name in expected]).max().item()
+        for weights in (start, now)
     )
     loss = np.mean([step["loss"] for step in record["steps"][:steps]])
     norm = np.mean(record["grad_norms"][:steps])
@@ -93,14 +94,14 @@ def replay(folder: Path, record: dict[str, Any], layout: Layout, steps: int) -> 
         "weights": apart / moved,
         "moved": moved,
         "logprobs": logprobs,
-        "loss": float(abs(found["loss"] / loss - 1)),
-        "grad_norm": float(abs(found["grad_norm"] / norm - 1)),
-        "clip_frac": found["clip_frac"],
+        "loss": float(abs(metrics["loss"] / loss - 1)),
+        "grad_norm": float(abs(metrics["grad_norm"] / norm - 1)),
+        "clip_frac": metrics["clip_frac"],
     }
 
 
 def main() -> None:
-    out, folder = Path(sys.argv[1]), Path(sys.argv[2])
+    output_path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     record = json.loads((folder / "record.json").read_text())
@@ -110,7 +111,7 @@ def main() -> None:
         for name, layout in LAYOUTS.items()
         for steps in (1, 2)
     }
-    out.write_text(json.dumps(answer))
+    output_path.write_text(json.dumps(answer))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -78,14 +78,14 @@ def optimizer_tensors(optimizer: Any):
 
 
 def make_rollouts(vocab: int, lengths: list[int], prompt: int = 1, group: int = 1) -> list[Rollout]:
-    g, out = torch.Generator().manual_seed(0), []
+    g, rollouts = torch.Generator().manual_seed(0), []
     for i, n in enumerate(lengths):
         tokens = torch.randint(0, vocab, (n,), generator=g).numpy()
-        tokens[:prompt] = out[i - i % group].tokens[:prompt] if i % group else tokens[:prompt]
+        tokens[:prompt] = rollouts[i - i % group].tokens[:prompt] if i % group else tokens[:prompt]
         spans = spans_of((prompt, Author.ENVIRONMENT, -1), (n - prompt, Author.POLICY, 0))
-        own = Rollout(role="generator", group=str(i // group), tokens=tokens, logprobs=np.zeros(n), spans=spans)
-        out.append(replace(own, advantages=1.0))
-    return out
+        rollout = Rollout(role="generator", group=str(i // group), tokens=tokens, logprobs=np.zeros(n), spans=spans)
+        rollouts.append(replace(rollout, advantages=1.0))
+    return rollouts
 
 
 def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -106,7 +106,7 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
     packed = [*policy._micro_batches(work, 0)]  # sequences seldom fill the budget
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda kept: kept.tensor):
         policy.update(work, 0, loss)
-    found = {
+    measured = {
         "weights": sum(parameters.values()),
         "gradients": offload.gradient_bytes(policy.chunks),
         "optimizer": sum(storages(optimizer_tensors(policy.optimizer)).values()),
@@ -122,16 +122,16 @@ def measure(case: dict[str, Any]) -> dict[str, dict[str, float]]:
         recompute=memory.recomputed(role.model),
     )
     plan = memory.training(Actor(shape, cut, Precision.cpu(dtype), role.lora), micro, stage=policy.groups.pp.rank())
-    return {"found": found, "expected": {part: getattr(plan, part) for part in found}}
+    return {"found": measured, "expected": {part: getattr(plan, part) for part in measured}}
 
 
 def main() -> None:
-    out, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
+    output_path, cases = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     vocab_statistics.KEPT_ELEMENTS["cpu"] = 0  # as on a GPU: logits are computed again in the backward pass
     world()  # made once, before the groups that end
-    out.write_text(json.dumps([apart(measure, case) for case in cases]))
+    output_path.write_text(json.dumps([apart(measure, case) for case in cases]))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -92,7 +92,9 @@ def uses(run: Path) -> dict[str, Callable[[], object]]:
         "summary": lambda: directory.update_summary({"planned": 4}),
         "inputs": lambda: InputRecord(run / "inputs.json", done="1 iteration", accept=True).compare("files", {}),
         "slices": lambda: job_slices.begin(run, JOB, "n0", 3),
-        "checkpoints": lambda: [one.read_state() for one in [Checkpoints(run / "checkpoints").newest()] if one],
+        "checkpoints": lambda: [
+            checkpoint.read_state() for checkpoint in [Checkpoints(run / "checkpoints").newest()] if checkpoint
+        ],
         "rollouts": lambda: IterationStore(run / "rollouts", decode=say).get(ITERATION),
         "token": lambda: make_token(run / "engines/token"),
         "registry": lambda: ServerRegistry(run / "engines").write(listing),
@@ -117,10 +119,10 @@ def _limited() -> Iterator[None]:
     def late(number: int, frame: FrameType | None) -> None:
         raise Waiting(f"it waits for more than {LIMIT_S} s")
 
-    before = signal.signal(signal.SIGALRM, late)
+    handler = signal.signal(signal.SIGALRM, late)
     signal.alarm(LIMIT_S)
     try:
         yield
     finally:
         signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)

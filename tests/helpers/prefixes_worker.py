@@ -32,35 +32,35 @@ GROUPS = ((9, (4, 11, 1, 8)), (17, (3, 20)), (2, (6, 6, 5, 30, 7)), (21, (12,)),
 
 def make_groups(vocab: int) -> list[Rollout]:
     """Rollouts of several groups, in an order in which groups are mixed."""
-    draw, out = np.random.default_rng(3), []
+    draw, rollouts = np.random.default_rng(3), []
     for number, (prompt, answers) in enumerate(GROUPS):
         first = np.random.default_rng(prompt).integers(0, vocab, prompt)
-        for own in answers:
-            tokens = np.concatenate([first, draw.integers(0, vocab, own)])
-            out.append(
+        for length in answers:
+            tokens = np.concatenate([first, draw.integers(0, vocab, length)])
+            rollouts.append(
                 Rollout(
                     role="generator",
                     group=str(number),
                     tokens=tokens,
                     logprobs=np.zeros(len(tokens)),
-                    spans=spans_of((prompt, Author.ENVIRONMENT, -1), (own, Author.POLICY, 0)),
+                    spans=spans_of((prompt, Author.ENVIRONMENT, -1), (length, Author.POLICY, 0)),
                     advantages=draw.standard_normal(len(tokens)),
                 )
             )
-    return [out[i] for i in np.random.default_rng(0).permutation(len(out))]
+    return [rollouts[i] for i in np.random.default_rng(0).permutation(len(rollouts))]
 
 
 def with_experts(rollouts: Sequence[Rollout], arch: hf_model.Architecture) -> list[Rollout]:
     """The rollouts with experts that depend on the token and its place alone, as an engine's would on the prompt."""
-    out = []
+    routed = []
     for r in rollouts:
         places = np.arange(len(r.tokens) - 1)[:, None, None]
         layers = np.arange(arch.num_layers)[None, :, None]
         first = (r.tokens[:-1, None, None] + 3 * places + layers) % arch.experts
         experts = (first + np.arange(arch.features.experts_per_token)) % arch.experts
         experts[:, : arch.dense_layers] = FREE
-        out.append(replace(r, experts=experts.astype(np.int16)))
-    return out
+        routed.append(replace(r, experts=experts.astype(np.int16)))
+    return routed
 
 
 def make_policy(path: str, case: dict[str, Any], *, shared: bool) -> MegatronPolicy:
@@ -110,21 +110,24 @@ def measured(path: str, case: dict[str, Any], *, shared: bool) -> dict[str, Any]
 
 def run_case(path: str, case: dict[str, Any]) -> dict[str, float]:
     """Differences between both forms, each by the size of what differs."""
-    once, whole = (measured(path, case, shared=shared) for shared in (True, False))
-    largest = max(float(g.abs().max()) for g in whole["gradients"].values())
-    worst = max(float((once["gradients"][n] - g).abs().max()) for n, g in whole["gradients"].items())
+    once, repeated = (measured(path, case, shared=shared) for shared in (True, False))
+    largest = max(float(g.abs().max()) for g in repeated["gradients"].values())
+    worst = max(float((once["gradients"][n] - g).abs().max()) for n, g in repeated["gradients"].items())
     apart_norm, norm = (
-        torch.stack([g.double().square().sum() for g in own]).sum().sqrt()
-        for own in ([once["gradients"][n] - g for n, g in whole["gradients"].items()], [*whole["gradients"].values()])
+        torch.stack([g.double().square().sum() for g in parts]).sum().sqrt()
+        for parts in (
+            [once["gradients"][n] - g for n, g in repeated["gradients"].items()],
+            [*repeated["gradients"].values()],
+        )
     )
 
-    def apart(one: float, other: float) -> float:
-        return abs(one - other) / abs(other)
+    def apart(figure: float, reference: float) -> float:
+        return abs(figure - reference) / abs(reference)
 
-    metrics = (once["metrics"], whole["metrics"])
+    metrics = (once["metrics"], repeated["metrics"])
     return {
-        "logprobs": float((once["logprobs"] - whole["logprobs"]).abs().max() / whole["logprobs"].abs().max()),
-        "loss": apart(once["loss"], whole["loss"]),
+        "logprobs": float((once["logprobs"] - repeated["logprobs"]).abs().max() / repeated["logprobs"].abs().max()),
+        "loss": apart(once["loss"], repeated["loss"]),
         "update_loss": apart(*(f["loss"] for f in metrics)),
         "entropy": apart(*(f["entropy"] for f in metrics)),
         "grad_norm": apart(*(f["grad_norm"] for f in metrics)),
@@ -139,12 +142,12 @@ def run_case(path: str, case: dict[str, Any]) -> dict[str, float]:
 
 
 def main() -> None:
-    out, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    output_path, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world()  # made once, before the groups that end
     answers = {case["name"]: apart(run_case, f"{path}/{case['model']}", case) for case in cases}
-    out.write_text(json.dumps(answers))
+    output_path.write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -20,13 +20,13 @@ T = TypeVar("T")
 @contextlib.contextmanager
 def ended() -> Iterator[None]:
     """Destroys, at the block's end, the process groups that were made in the block. Collective."""
-    before = {*_world.pg_map}
+    standing = {*_world.pg_map}
     yield
     parallel._made.clear()
     parallel_state._global_process_group_list = None  # core keeps each group that it has made
     gc.collect()
     dist.barrier()
-    for group in [group for group in _world.pg_map if group not in before]:
+    for group in [group for group in _world.pg_map if group not in standing]:
         dist.destroy_process_group(group)
 
 

@@ -13,14 +13,16 @@ from forks import ROOT
 from limits import RUN_S
 
 
-def run_ranks(script: Path, world: int, out: Path, *arguments: str, timeout_s: float = RUN_S) -> list[Any]:
+def run_ranks(script: Path, world: int, folder: Path, *arguments: str, timeout_s: float = RUN_S) -> list[Any]:
     """Runs `script OUT/rank{r}.json *arguments` on `world` ranks.
 
     Returns what each wrote; fails with the failed ranks' output.
     """
     paths = [str(ROOT), str(ROOT / "tests/helpers"), str(ROOT / "tests/multi"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    return forks.answers(forks.start_ranks(_run, world, out, str(script), environment, *arguments), out, timeout_s)
+    return forks.answers(
+        forks.start_ranks(_run, world, folder, str(script), environment, *arguments), folder, timeout_s
+    )
 
 
 def _run(file: Path, script: str, environment: dict[str, str], *arguments: str) -> None:

@@ -32,10 +32,10 @@ DRAWN = Sampling(max_tokens=24, n=3, seed=4)
 
 
 def main() -> None:
-    answer, config_path, asked = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
+    answer, config_path, request = Path(sys.argv[1]), Path(sys.argv[2]), json.loads(Path(sys.argv[3]).read_text())
     config = config_files.load(TrainConfig, [config_path], [])
     role = config.roles[ROLE]
-    pairs = [TextPair(prompt=prompt, response=response) for prompt, response in asked["pairs"]]
+    pairs = [TextPair(prompt=prompt, response=response) for prompt, response in request["pairs"]]
     samples = sft_rollouts(pairs, load_tokenizer(role.model.path), append_eos=True, max_tokens=256)
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         policy = MegatronPolicy(role, parallel.create(role.layout))
@@ -49,7 +49,9 @@ def main() -> None:
             scenario.refit(version)
             scenario.keep_weights(f"v{version}")
             for name, sampling in (("greedy", GREEDY), ("drawn", DRAWN)):
-                scenario.ask(f"{name}_v{version}", lambda pool, own=sampling: complete(pool, asked["prompts"], own))
+                scenario.ask(
+                    f"{name}_v{version}", lambda pool, sampling=sampling: complete(pool, request["prompts"], sampling)
+                )
         answer.write_text(json.dumps(scenario.found))
 
 

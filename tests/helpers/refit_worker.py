@@ -45,28 +45,28 @@ Model = dict[str, torch.Tensor]
 
 def whole_model(sizes: Sizes, version: int) -> Model:
     """Every tensor 2-D, every element another number; each version changes one element in 100 (of version 0 all)."""
-    out = {}
+    tensors = {}
     for number, (name, tensor) in enumerate(numbered(sizes).items()):
         flat = (tensor if tensor.dim() > 1 else tensor[:, None]).float().clone()
         places = torch.arange(flat.numel())
         for v in range(1, version + 1):
             flat.view(-1)[places % 100 == (v + number) % 100] += 0.5 * v
-        out[name] = flat
-    return out
+        tensors[name] = flat
+    return tensors
 
 
 def shards(topology: Topology, rank: int, model: Model) -> Model:
     """Trainer rank's parameters."""
-    found: dict[str, list[Rect]] = {}
+    parts: dict[str, list[Rect]] = {}
     for holding in rank_layouts.trainer(topology.sizes, topology.trainer):
         if rank in holding.ranks:
             for name, rect in holding.parameters:
-                found.setdefault(name, []).append(rect)
-    out = {}
-    for name, rects in found.items():
-        out[name] = torch.zeros(max(r.at_row + r.rows for r in rects), max(r.at_column + r.columns for r in rects))
-        fill(out[name], rects, model)
-    return out
+                parts.setdefault(name, []).append(rect)
+    tensors = {}
+    for name, rects in parts.items():
+        tensors[name] = torch.zeros(max(r.at_row + r.rows for r in rects), max(r.at_column + r.columns for r in rects))
+        fill(tensors[name], rects, model)
+    return tensors
 
 
 def fill(parameter: torch.Tensor, rects: list[Rect], model: Model) -> None:
@@ -156,7 +156,7 @@ class Doomed(Tensors):
             os.kill(os.getpid(), self._signal)
 
 
-def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+def trainer(output_path: Path, case: dict[str, Any]) -> dict[str, Any]:
     messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
     dist.init_process_group("gloo")
     rank, topology = dist.get_rank(), TypeAdapter(Topology).validate_python(case["topology"])
@@ -167,34 +167,38 @@ def trainer(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     side = TrainerSide(topology, RefitConfig(**case["settings"]), parameters, group=dist.group.WORLD, endpoint=engine)
     answers: list[Any] = []
     if not inside and rank == 0:
-        (out.parent / "store.json.part").write_text(json.dumps(side.address))
-        (out.parent / "store.json.part").rename(out.parent / "store.json")
+        (output_path.parent / "store.json.part").write_text(json.dumps(side.address))
+        (output_path.parent / "store.json.part").rename(output_path.parent / "store.json")
     for version in case.get("versions", [0, 1, 2]):
         for name, tensor in shards(topology, rank, whole_model(topology.sizes, version)).items():
             parameters[name].copy_(tensor)
         if rank == 0:
-            wait_for(out.parent, case.get("waits", {}).get(str(version)))
-            (out.parent / f"starts_{version}").touch()
+            wait_for(output_path.parent, case.get("waits", {}).get(str(version)))
+            (output_path.parent / f"starts_{version}").touch()
         dist.barrier()
         run = cannot_send if case.get("cannot_send") == [rank, version] else exchange.Exchange.run
         littered = litter() if version == case.get("litters") else []
-        before = anonymous_mib()
+        mib_held = anonymous_mib()
         start = time.monotonic()
         try:
             with mock.patch.object(exchange.Exchange, "run", run):
                 metrics: dict[str, Any] = side(version)
         except RefitError as error:
             metrics = {"error": f"{type(error).__name__}: {error}"}
-        metrics |= {"took": time.monotonic() - start, "mib_given_back": before - anonymous_mib(), "kept": len(littered)}
+        metrics |= {
+            "took": time.monotonic() - start,
+            "mib_given_back": mib_held - anonymous_mib(),
+            "kept": len(littered),
+        }
         if not inside and rank == 0:
             metrics["keys"] = side._store._client.num_keys()
         if engine is not None:
             metrics |= {"holds": engine.holds(version), "version": engine.version}
         answers.append(metrics)
         if rank == 0:
-            (out.parent / f"done_{version}").touch()
+            (output_path.parent / f"done_{version}").touch()
     if rank == 0:
-        wait_for(out.parent, case.get("waits", {}).get("end"))  # the store is gone with this process
+        wait_for(output_path.parent, case.get("waits", {}).get("end"))  # the store is gone with this process
     side.close()
     return {"answers": answers}
 
@@ -223,11 +227,11 @@ def litter() -> list[bytearray]:
 
 def anonymous_mib() -> int:
     """Returns how much memory this process holds, without the pages of files."""
-    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("RssAnon"))
+    line = next(entry for entry in Path("/proc/self/status").read_text().splitlines() if entry.startswith("RssAnon"))
     return int(line.split()[1]) >> 10
 
 
-def actors(out: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def actors(output_path: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     dist.init_process_group("gloo")
     return [actor(case) for case in cases]
 
@@ -277,24 +281,24 @@ def actor(case: dict[str, Any]) -> dict[str, Any]:
 def has(engine: Any, model: Model) -> bool:
     """Says whether an Engine, or an embedded engine, holds exactly the weights of `model`, under Hugging Face names."""
     if isinstance(engine, Engine):
-        wanted = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
+        expected = {name: torch.zeros(shape) for name, (shape, _) in engine.own.items()}
         for name, (_, rects) in engine.own.items():
-            fill(wanted[name], rects, model)
-        return all(torch.equal(engine.tensors[name], t) for name, t in wanted.items())
+            fill(expected[name], rects, model)
+        return all(torch.equal(engine.tensors[name], t) for name, t in expected.items())
     names = hf_shapes(engine.arch)
     if engine._format is not None:  # the engine generates with what the trainer's weights are after quantising
-        own, form = {}, engine._format
+        tensors, form = {}, engine._format
         for name, tensor in model.items():
             if name in quantised_shapes(engine.arch):
                 tensor = dequantise(quantise(tensor, form), block_scales(tensor, form), form, tensor.dtype)
                 assert not torch.equal(tensor, model[name])
-            own[name] = tensor
+            tensors[name] = tensor
         slots = WeightSlots(engine._quantised._slots)
-        return all(torch.equal(slots.read(name, (0, 0, *own[name].shape)), own[name]) for name in names)
+        return all(torch.equal(slots.read(name, (0, 0, *tensors[name].shape)), tensors[name]) for name in names)
     return all(torch.equal(engine.targets.read(name, (0, 0, *model[name].shape)), model[name]) for name in names)
 
 
-def late(out: Path) -> Any:
+def late(output_path: Path) -> Any:
     """Two ranks: a message that comes after its receiver gave it up -> what its sender saw, and whether anything
     landed.
     """
@@ -312,18 +316,18 @@ def late(out: Path) -> Any:
             store.put("seen", True)
         return landed
     store.get("given up", bool, 60)
-    found = "sent"
+    outcome = "sent"
     try:
         sending = transport.send(1, "a bucket", torch.ones(8, dtype=torch.uint8), pieces=[torch.ones_like(target)])
         sending.wait(Deadline.start(20.0, 20.0))
     except TransportError as error:
-        found = str(error)
+        outcome = str(error)
     store.put("sent", True)
     store.get("seen", bool, 60)  # the store is gone with this process
-    return found
+    return outcome
 
 
-def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
+def one_exchange(output_path: Path, case: dict[str, Any]) -> dict[str, Any]:
     """Two ranks, trainer and engine: one exchange without what is around it."""
     messages.ALONE_BYTES = case["long"]
     exchange.ALONE_PART_BYTES = case["part"]
@@ -341,9 +345,9 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
     ][rank]
     outcome, packed, gather = ExchangeOutcome(), [0], exchange._gather
 
-    def counted(parameters: Any, parts: Any, out: torch.Tensor) -> None:
-        packed[0] += out.numel() * out.element_size()
-        gather(parameters, parts, out)
+    def counted(parameters: Any, parts: Any, gathered: torch.Tensor) -> None:
+        packed[0] += gathered.numel() * gathered.element_size()
+        gather(parameters, parts, gathered)
 
     exchange._gather = counted
     exchange.Exchange(plan, end, lambda source, destination: (transport, 1 - rank), dtype=torch.float32).run(
@@ -359,14 +363,14 @@ def one_exchange(out: Path, case: dict[str, Any]) -> dict[str, Any]:
 def pair() -> tuple[int, RefitStore, Tcp]:
     """This rank of two, a store of both, and what is between them."""
     rank = int(os.environ["RANK"])
-    told = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
+    meeting = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0)
     if rank == 0:
         store, address = RefitStore.host("127.0.0.1")
-        told.set("address", json.dumps(address))
-        told.wait(["read"])  # this store ends with the function
+        meeting.set("address", json.dumps(address))
+        meeting.wait(["read"])  # this store ends with the function
     else:
-        store = RefitStore.join(Address(*json.loads(told.get("address"))))
-        told.set("read", "")
+        store = RefitStore.join(Address(*json.loads(meeting.get("address"))))
+        meeting.set("read", "")
     return rank, store, Tcp(store.under("tcp"), rank, RefitConfig())
 
 
@@ -377,31 +381,31 @@ def wait_for(directory: Path, names: list[str] | None) -> None:
         time.sleep(0.02)
 
 
-def engine_process(out: Path, case: dict[str, Any], rank: int) -> None:
+def engine_process(output_path: Path, case: dict[str, Any], rank: int) -> None:
     """Takes part until the trainer is gone; says in OUT, a line per refit, what it holds."""
     messages.ALONE_BYTES = case.get("long") or messages.ALONE_BYTES
-    wait_for(out.parent, ["store.json"])
-    address = Address(*json.loads((out.parent / "store.json").read_text()))
+    wait_for(output_path.parent, ["store.json"])
+    address = Address(*json.loads((output_path.parent / "store.json").read_text()))
     topology = TypeAdapter(Topology).validate_python(case["topology"])
     engine = Engine(topology, rank)
-    sleep_count = case.get("sleep_count", {}).get(out.stem)  # stops itself between refits, after this version
-    doom = case.get("doom", {}).get(out.stem)
+    sleep_count = case.get("sleep_count", {}).get(output_path.stem)  # stops itself between refits, after this version
+    doom = case.get("doom", {}).get(output_path.stem)
     if doom:
         engine.targets = Doomed(engine.tensors, engine, *doom)
     side = EngineSide(RefitStore.join(address), rank, engine, torch.device("cpu"))
-    (out.parent / f"joined_{out.stem}").touch()
-    with out.open("a") as file:
+    (output_path.parent / f"joined_{output_path.stem}").touch()
+    with output_path.open("a") as file:
         while True:
             try:
                 version = side.take_part(1.0)
             except TransportError:
                 return
             if engine.refits and version is None:
-                (out.parent / f"again_{out.stem}").touch()
+                (output_path.parent / f"again_{output_path.stem}").touch()
             if version is not None:
                 file.write(json.dumps({"version": version, "holds": engine.holds(version)}) + "\n")
                 file.flush()
-                (out.parent / f"holds_{out.stem}_{version}").touch()
+                (output_path.parent / f"holds_{output_path.stem}_{version}").touch()
                 if version == sleep_count:
                     os.kill(os.getpid(), signal.SIGSTOP)
 
@@ -411,11 +415,11 @@ class Staged(Engine):
     refit, `dies[1]`: transfer, vote, staged, swap or served; before, it writes down what it serves.
     """
 
-    def __init__(self, topology: Topology, rank: int, dies: list[Any], out: Path) -> None:
+    def __init__(self, topology: Topology, rank: int, dies: list[Any], output_path: Path) -> None:
         super().__init__(topology, rank)
         self.received = self.tensors
         self.tensors = {name: tensor.clone() for name, tensor in self.received.items()}  # what it serves
-        self._dies, self._out, self._file = dies, out, out.open("a")
+        self._dies, self._out, self._file = dies, output_path, output_path.open("a")
         self.targets = Tensors(self.received)
         if dies[1:] == ["transfer"]:
             self.targets = Doomed(self.received, self, dies[0], "SIGKILL")
@@ -444,11 +448,16 @@ class Staged(Engine):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def staged_engine(out: Path, case: dict[str, Any], rank: int) -> None:
+def staged_engine(output_path: Path, case: dict[str, Any], rank: int) -> None:
     """Receives the weights of every refit beside those that it serves, and swaps them, until the trainer is gone."""
-    wait_for(out.parent, ["store.json"])
-    address = Address(*json.loads((out.parent / "store.json").read_text()))
-    engine = Staged(TypeAdapter(Topology).validate_python(case["topology"]), rank, case["dies"].get(out.stem, []), out)
+    wait_for(output_path.parent, ["store.json"])
+    address = Address(*json.loads((output_path.parent / "store.json").read_text()))
+    engine = Staged(
+        TypeAdapter(Topology).validate_python(case["topology"]),
+        rank,
+        case["dies"].get(output_path.stem, []),
+        output_path,
+    )
     side = StagedEngineSide(RefitStore.join(address), rank, engine, torch.device("cpu"))
     put = side._store.put
 
@@ -459,7 +468,7 @@ def staged_engine(out: Path, case: dict[str, Any], rank: int) -> None:
 
     side._store.put = put_and_maybe_die
     side.start()
-    (out.parent / f"joined_{out.stem}").touch()
+    (output_path.parent / f"joined_{output_path.stem}").touch()
     while side._thread.is_alive():
         with side._change:
             side._change.wait_for(lambda: side._results, 0.1)

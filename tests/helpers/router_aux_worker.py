@@ -73,13 +73,13 @@ def norms_on_one_model(path: str) -> list[float]:
 
 
 def main() -> None:
-    out, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    output_path, path, cases = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     layouts_worker.world()  # made once, before the groups that end
     answers: dict = {case["name"]: apart(compare, f"{path}/{case['model']}", case) for case in cases}
     answers["norms"] = norms_on_one_model(f"{path}/qwen3_moe") if dist.get_world_size() == 1 else [0.0, 1.0]
-    out.write_text(json.dumps(answers))
+    output_path.write_text(json.dumps(answers))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -145,14 +145,14 @@ if libc is not None and os.uname().machine == "x86_64" and libc.syscall(57) == 0
 
 def left(mark):
     """Returns the processes that have a mark in their environment."""
-    out = []
+    pids = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (place / "environ").read_bytes():
-                out.append(int(place.name))
+                pids.append(int(place.name))
         except OSError:
             continue
-    return out
+    return pids
 
 
 def attack(directory, name):
@@ -169,7 +169,7 @@ def attack(directory, name):
         pids = f"{victim.pid} {os.getpid()}"
         arguments = [str(kept), pids, str(inet.getsockname()[1]), place]
         settings = sandbox.SandboxSettings(timeout_s=20.0)
-        before = os.sched_getaffinity(0)
+        affinity = os.sched_getaffinity(0)
         try:
             ran = sandbox.run_program(DISARM + ATTACKS[name], arguments=arguments, settings=settings)
         finally:
@@ -179,8 +179,8 @@ def attack(directory, name):
     wrong = [line for line in ran.output.splitlines() if "reached" in line]
     wrong += [f"the victim ended with {status}"] * (status is not None)
     wrong += ["the file was changed"] * (not kept.exists() or kept.read_text() != SECRET)
-    wrong += [f"processes {found} are left" for found in [left(mark)] if found]
-    wrong += ["the affinity was changed"] * (before != os.sched_getaffinity(0))
+    wrong += [f"processes {survivors} are left" for survivors in [left(mark)] if survivors]
+    wrong += ["the affinity was changed"] * (affinity != os.sched_getaffinity(0))
     ended = "ValueError: of its own" if name == "forged" else ""
     wrong += [f"it ended with {ran.why!r}, {ran.output[-300:]!r}"] * (ran.why != ended)
     return "; ".join(wrong)

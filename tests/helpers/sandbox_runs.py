@@ -32,16 +32,16 @@ def built(mark):
 
 def marked(mark):
     """Returns the processes of this machine in whose environment the mark stands."""
-    out = []
+    pids = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (place / "environ").read_bytes():
-                out.append(int(place.name))
+                pids.append(int(place.name))
         except (OSError, ProcessLookupError):
             continue  # it ended, or it is somebody else's
-    return out
+    return pids
 
 
 def run(code, stdin="", *, arguments=(), show_value=False, **settings):
-    given = SandboxSettings(**{"timeout_s": 8.0} | settings)
-    return sandbox.run_program(code, stdin, arguments=arguments, show_value=show_value, settings=given)
+    sandbox_settings = SandboxSettings(**{"timeout_s": 8.0} | settings)
+    return sandbox.run_program(code, stdin, arguments=arguments, show_value=show_value, settings=sandbox_settings)

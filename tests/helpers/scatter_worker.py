@@ -101,7 +101,7 @@ def main() -> None:
         ),
     }
     logprobs = policy_logprobs(world, policy, mine)
-    answer["logprobs"] = None if logprobs is None else [one.tolist() for one in logprobs]
+    answer["logprobs"] = None if logprobs is None else [row.tolist() for row in logprobs]
     table = TablePolicy(VOCAB)
     trainee = Trainee(policy=table, loss=PolicyLoss(LossConfig(kl_coef=0.1)), samples_per_optimizer_step=5)
     answer["metrics"] = without_speed(update(world, trainee, mine))
@@ -118,7 +118,7 @@ def alone() -> dict:
     trainee = Trainee(policy=table, loss=PolicyLoss(LossConfig(kl_coef=0.1)), samples_per_optimizer_step=5)
     metrics = without_speed(update(OneProcess(), trainee, make_rollouts()))
     assert logprobs is not None
-    return {"metrics": metrics, "table": table.table.tolist(), "logprobs": [one.tolist() for one in logprobs]}
+    return {"metrics": metrics, "table": table.table.tolist(), "logprobs": [row.tolist() for row in logprobs]}
 
 
 if __name__ == "__main__":

@@ -22,15 +22,15 @@ from megatron_rl.training.update import token_scores
 
 
 def main() -> None:
-    out, path, texts = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
+    output_path, path, texts = Path(sys.argv[1]), sys.argv[2], json.loads(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     role = RoleConfig(model=Model(path=path), head="score")
     policy = MegatronPolicy(role, parallel.create(role.layout), trainable=False)
     rollouts = [scored_rollout("reward", str(number), tokens) for number, tokens in enumerate(texts)]
-    found = token_scores(OneProcess(), policy, rollouts, ["value"])
-    assert found is not None
-    out.write_text(json.dumps([float(own["value"][-1]) for own in found]))
+    scores = token_scores(OneProcess(), policy, rollouts, ["value"])
+    assert scores is not None
+    output_path.write_text(json.dumps([float(row["value"][-1]) for row in scores]))
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world
 
 
-def main(out: str, shared: str) -> None:
+def main(output_path: str, shared: str) -> None:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     end = time.monotonic() + RUN_S
     while rank and not Path(shared, "strangers_were_there").exists():  # the others come late
@@ -29,8 +29,8 @@ def main(out: str, shared: str) -> None:
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
         recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])
-        told = {"answers": answers, "sum": total.item(), "recorded": len(recorded)}
-        Path(out).write_text(json.dumps(told))
+        report = {"answers": answers, "sum": total.item(), "recorded": len(recorded)}
+        Path(output_path).write_text(json.dumps(report))
 
 
 if __name__ == "__main__":

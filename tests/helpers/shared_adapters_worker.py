@@ -33,8 +33,8 @@ ROLES = ("generator", "verifier")
 class Shared:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policies: dict[str, MegatronPolicy], run_engines: Any, out: Path) -> None:
-        self.world, self.policies, self.run_engines, self.out = world, policies, run_engines, out
+    def __init__(self, world: Any, policies: dict[str, MegatronPolicy], run_engines: Any, output_path: Path) -> None:
+        self.world, self.policies, self.run_engines, self.out = world, policies, run_engines, output_path
         self.vocab, self.found = policies[ROLES[0]].arch.vocab, dict[str, Any]()
 
     def refit(self, role: str, version: int) -> None:
@@ -64,7 +64,7 @@ class Shared:
             for role in ROLES:
                 self.found[f"{name}_{role}"] = answers[role]
                 scores = self.run_engines.engines[role].score(prompts(self.vocab))
-                self.found[f"{name}_{role}_scores"] = [own.tolist() for own in scores]
+                self.found[f"{name}_{role}_scores"] = [row.tolist() for row in scores]
 
         self.world.from_driver(answer)
 
@@ -114,7 +114,7 @@ def main() -> None:
         shared.refit_while_the_other_role_writes(2)
         shared.ask("end")
         if world.rank == 0:
-            shared.found["servers"] = [one.name for one in ServerRegistry(config_path.parent / "engines").all()]
+            shared.found["servers"] = [listing.name for listing in ServerRegistry(config_path.parent / "engines").all()]
             shared.found["loads"] = sorted(run_engines.loads())
             shared.found["gigabytes"] = [refit["refit/gigabytes"] for refit in driver.refits]
         answer.write_text(json.dumps(shared.found))

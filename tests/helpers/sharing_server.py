@@ -21,7 +21,7 @@ def sit(lock, name):
 
 
 def main():
-    before = set(os.listdir("/dev/shm"))
+    names_before = set(os.listdir("/dev/shm"))
     context = multiprocessing.get_context("spawn")
     memory, lock = shared_memory.SharedMemory(create=True, size=1000), context.Lock()
     if "deaf" in sys.argv:
@@ -29,7 +29,7 @@ def main():
     context.Process(target=sit, args=(lock, memory.name), daemon=True).start()
     while memory.buf[0] == 0:
         time.sleep(0.01)
-    names = [memory.name, *(n for n in set(os.listdir("/dev/shm")) - before if n.startswith("sem."))]
+    names = [memory.name, *(n for n in set(os.listdir("/dev/shm")) - names_before if n.startswith("sem."))]
     draft = Path(sys.argv[1] + ".draft")
     draft.write_text("\n".join(names))
     draft.rename(sys.argv[1])

@@ -192,8 +192,8 @@ class Cluster:
         """{job: state}, or of an array {job_index: state}, where those cancelled before they ran are one entry, {job:
         CANCELLED}.
         """
-        said = self.run("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T")
-        return dict(line.split() for line in said.splitlines())
+        listing = self.run("squeue", "--noheader", "--array", "--states=all", f"--jobs={job}", "--format=%i %T")
+        return dict(line.split() for line in listing.splitlines())
 
     def field(self, job: str, name: str) -> str:
         """A field of a job or of one array element (12_3) in `scontrol show job`: Restarts, NodeList, Reason,
@@ -213,16 +213,16 @@ class Cluster:
 
         SlurmError after `timeout_s`.
         """
-        wanted = {states} if isinstance(states, str) else set(states)
-        found: dict[str, str] = {}
+        goals = {states} if isinstance(states, str) else set(states)
+        reached: dict[str, str] = {}
 
         def all_there() -> bool:
-            found.clear()
-            found.update(self.states(job))
-            return bool(found) and wanted.issuperset(found.values())
+            reached.clear()
+            reached.update(self.states(job))
+            return bool(reached) and goals.issuperset(reached.values())
 
-        self._until(f"job {job} in {sorted(wanted)}", all_there, timeout_s, show=("scontrol", "show", "job", job))
-        return found
+        self._until(f"job {job} in {sorted(goals)}", all_there, timeout_s, show=("scontrol", "show", "job", job))
+        return reached
 
     def crash_node(self, name: str) -> None:
         """SIGKILL to the node's slurmd, its slurmstepds and all its jobs' processes."""
@@ -239,11 +239,11 @@ class Cluster:
             raise ValueError(
                 f"{name} has not crashed; those that have: {[name for name in self.names if name not in self._daemons]}"
             )
-        before = self._started(name)
+        started = self._started(name)
         self._start_slurmd(name)
         ready = ("idle", "mixed", "allocated")
         self._until(
-            f"{name} back", lambda: self._started(name) != before and self.node_states()[name] in ready, timeout_s
+            f"{name} back", lambda: self._started(name) != started and self.node_states()[name] in ready, timeout_s
         )
 
     def reset(self, timeout_s: float = RUN_S) -> None:
@@ -379,12 +379,12 @@ def kill_all(find: Callable[[], list[psutil.Process]], timeout_s: float = 30.0) 
     another.
     """
     end = time.monotonic() + timeout_s
-    while left := [process for process in find() if process.pid != os.getpid()]:
-        for process in left:
+    while survivors := [process for process in find() if process.pid != os.getpid()]:
+        for process in survivors:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if time.monotonic() > end:
-            raise SlurmError(f"processes that SIGKILL does not end after {timeout_s} s: {left}")
+            raise SlurmError(f"processes that SIGKILL does not end after {timeout_s} s: {survivors}")
         time.sleep(0.01)
 
 

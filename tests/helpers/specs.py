@@ -27,12 +27,12 @@ def problems(config: Any, ranks: int = 1, *, to_come: bool = False) -> list[str]
 
 def check(config: Any, ranks: int, *, to_come: bool = False) -> None:
     """Raises ConfigError for what is wrong with a config, whatever its recipe is."""
-    if found := problems(config, ranks, to_come=to_come):
-        raise ConfigError("\n  ".join(found))
+    if messages := problems(config, ranks, to_come=to_come):
+        raise ConfigError("\n  ".join(messages))
 
 
 def check_recipe(config: Any, recipe: Any) -> None:
     """Raises ConfigError for settings that go against a recipe."""
     spec = spec_of(config, recipe=recipe)
-    if found := checks.recipe_problems(spec):
-        raise ConfigError("\n  ".join(found))
+    if messages := checks.recipe_problems(spec):
+        raise ConfigError("\n  ".join(messages))

@@ -10,6 +10,6 @@ from megatron_rl.training.iteration import CreditContext
 def credited(recipe, iteration, source, context):
     """Returns the rollouts of an iteration with advantages, by role. The metrics of both stages go to
     `context.metrics`."""
-    own = replace(context, handed_over={})
-    found = recipe.rollout(iteration, source, own)
-    return recipe.credit(iteration, found, CreditContext(handed_over=own.handed_over, metrics=own.metrics))
+    fresh = replace(context, handed_over={})
+    collected = recipe.rollout(iteration, source, fresh)
+    return recipe.credit(iteration, collected, CreditContext(handed_over=fresh.handed_over, metrics=fresh.metrics))

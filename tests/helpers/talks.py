@@ -26,8 +26,8 @@ def say(role, tokens):
 
 def talk(*parts, role="solver", agent=None, episode=None, **changes):
     """A conversation. `parts`: (author, tokens) behind a prompt of one token."""
-    tokens = [0, *(token for _, own in parts for token in own)]
-    spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(own), author, 3) for author, own in parts))
+    tokens = [0, *(token for _, turn in parts for token in turn)]
+    spans = spans_of((1, Author.ENVIRONMENT, -1), *((len(turn), author, 3) for author, turn in parts))
     payload = {"question": "how <many>?", "answer": "9", "agent": agent, "episode": episode}
     values = {
         "group": "problem", "tokens": tokens, "logprobs": [0.0] * len(tokens), "spans": spans, "advantages": 0.5,

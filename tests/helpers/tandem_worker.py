@@ -47,8 +47,8 @@ def drawn(strategy: str, **settings: Any) -> Sampling:
 
 
 class Scenario:
-    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, out: Path) -> None:
-        self.world, self.policy, self.out, self.vocab = world, policy, out, policy.arch.vocab
+    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, output_path: Path) -> None:
+        self.world, self.policy, self.out, self.vocab = world, policy, output_path, policy.arch.vocab
         self.pool: Pool | None = run_engines.engines.get(ROLE)
         self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
 

@@ -41,11 +41,13 @@ def graded(rule):
     """Makes a grader of a rule: (response, payload) -> float, bool, Graded or an Outcome of failure."""
 
     def one(response, payload):
-        found = rule(response, payload)
-        if isinstance(found, Graded):
-            return found
+        grading = rule(response, payload)
+        if isinstance(grading, Graded):
+            return grading
         return (
-            Graded(found, detail="made to fail") if isinstance(found, Outcome) else Graded(Outcome.SCORE, float(found))
+            Graded(grading, detail="made to fail")
+            if isinstance(grading, Outcome)
+            else Graded(Outcome.SCORE, float(grading))
         )
 
     return lambda responses, payloads: [one(r, p) for r, p in zip(responses, payloads, strict=True)]

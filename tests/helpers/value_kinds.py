@@ -171,21 +171,21 @@ RESPONSES = (
 
 
 def _with_answer(grade: Callable[..., float]) -> Callable[[str, str], Any]:
-    return lambda response, known: grade(response, {"answer": known})
+    return lambda response, answer: grade(response, {"answer": answer})
 
 
 GRADERS: Mapping[str, Callable[[str, str], Any]] = {
     "math": _with_answer(math_answer.grade),
     "math as released": _with_answer(math_answer.grade_released),
     "text": _with_answer(short_answer.grade_text),
-    "label": lambda response, known: short_answer.grade_label(response, {"answer": known, "choices": [known, "a"]}),
+    "label": lambda response, answer: short_answer.grade_label(response, {"answer": answer, "choices": [answer, "a"]}),
     "exact match": _with_answer(exact_match.grade),
     "literal": _with_answer(code_answer.grade_output),
     "last letter": _with_answer(last_letter.grade),
     "ssrl": _with_answer(ssrl_reward.grade),
     "repetition": _with_answer(repetition.grade),
-    "entailment": lambda response, known: entailment_reward.grade(response, {"answer": "yes"}),
-    "instructions": lambda response, known: instructions.grade(
+    "entailment": lambda response, answer: entailment_reward.grade(response, {"answer": "yes"}),
+    "instructions": lambda response, answer: instructions.grade(
         response,
         {
             "instruction_id_list": [kind for kind in instructions.checks() if kind in PLAIN_INSTRUCTIONS],
@@ -193,14 +193,14 @@ GRADERS: Mapping[str, Callable[[str, str], Any]] = {
         },
         mode="loose",
     ),
-    "votes": lambda response, known: elect([response, known, response]),
-    "verdicts": lambda response, known: verdicts.review(response, num_steps=3, correct=True, generator_format=1.0),
-    "tags": lambda response, known: (tags.boxed(response), tags.generator_format(response), tags.step_texts(response)),
-    "roles": lambda response, known: (
+    "votes": lambda response, answer: elect([response, answer, response]),
+    "verdicts": lambda response, answer: verdicts.review(response, num_steps=3, correct=True, generator_format=1.0),
+    "tags": lambda response, answer: (tags.boxed(response), tags.generator_format(response), tags.step_texts(response)),
+    "roles": lambda response, answer: (
         role_tags.judged_score(response), role_tags.proposal_form(response), read_proposal(response)
     ),
-    "comparison": lambda response, known: read_comparison(response),
-    "tool calls": lambda response, known: first_call(response, ["search", "answer"]),
+    "comparison": lambda response, answer: read_comparison(response),
+    "tool calls": lambda response, answer: first_call(response, ["search", "answer"]),
 }  # fmt: skip
 # kinds of instructions that need no values
 PLAIN_INSTRUCTIONS = frozenset(
@@ -219,17 +219,17 @@ def respond(rng: random.Random, kind: str) -> str:
     return rng.choice(RESPONSES).replace("%s", KINDS[kind](rng))
 
 
-def grade_pair(grader: str, response: str, known: str) -> str:
+def grade_pair(grader: str, response: str, answer: str) -> str:
     """Grades a response to a known answer. Returns the outcome. Raises AssertionError if the grader raises an error or
     takes long. The known answer comes from the data, and may be refused."""
     start = time.process_time()
     try:
-        GRADERS[grader](response, known)
+        GRADERS[grader](response, answer)
     except ValueError as error:
         if REFUSED in str(error):
             return "refused"
-        raise AssertionError(f"{grader} fails: {response!r} for {known!r}") from error
+        raise AssertionError(f"{grader} fails: {response!r} for {answer!r}") from error
     except Exception as error:
-        raise AssertionError(f"{grader} fails: {response!r} for {known!r}") from error
-    assert time.process_time() - start < MOST_S, f"{grader} takes long: {response!r} for {known!r}"
+        raise AssertionError(f"{grader} fails: {response!r} for {answer!r}") from error
+    assert time.process_time() - start < MOST_S, f"{grader} takes long: {response!r} for {answer!r}"
     return "graded"

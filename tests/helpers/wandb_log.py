@@ -18,9 +18,9 @@ def read(run: Path) -> list[Any]:
     On a busy machine wandb's own process writes the last of them a moment later."""
     end = time.monotonic() + WRITTEN_S
     while True:
-        found = list(_read(run))
-        if any(record.WhichOneof("record_type") == "exit" for record in found) or time.monotonic() > end:
-            return found
+        records = list(_read(run))
+        if any(record.WhichOneof("record_type") == "exit" for record in records) or time.monotonic() > end:
+            return records
         time.sleep(0.1)
 
 
@@ -35,7 +35,7 @@ def _read(run: Path) -> Iterator[Any]:
 
 
 def _records(data: bytes) -> Iterator[bytes]:
-    place, whole = 7, b""  # behind the file's own header
+    place, joined = 7, b""  # behind the file's own header
     while place + HEAD.size <= len(data):
         if BLOCK - place % BLOCK < HEAD.size:  # a block's end that no piece fits in
             place += BLOCK - place % BLOCK
@@ -43,6 +43,6 @@ def _records(data: bytes) -> Iterator[bytes]:
         _, length, kind = HEAD.unpack_from(data, place)
         piece = data[place + HEAD.size : place + HEAD.size + length]
         place += HEAD.size + length
-        whole = piece if kind in (FULL, FIRST) else whole + piece
+        joined = piece if kind in (FULL, FIRST) else joined + piece
         if kind in (FULL, LAST):
-            yield whole
+            yield joined

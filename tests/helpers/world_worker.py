@@ -38,7 +38,7 @@ def broken(text):
     raise ValueError(text)
 
 
-def cases(world, asked):
+def cases(world, calls):
     ranks = list(range(world.size))
     yield told(world, lambda a, b: [world.rank, a + b], 1, 2)
     yield told(world, broken, "the reward broke")
@@ -51,7 +51,7 @@ def cases(world, asked):
     yield told(world, threading.Lock)
     yield told(world, lambda: "still alive")
     yield world.broadcast(world.rank + 7)
-    yield asked.seen
+    yield calls.seen
     yield told(world, lambda: world.from_driver(lambda: world.call_all("ask", ranks)))
     yield told(world, at_once, world)
     yield told(world, lambda: world.call_all("wrong", ranks))
@@ -78,15 +78,15 @@ def serve_collectives(world):
     world.serve("fails", lambda text: world.work.from_driver(broken, text))
 
 
-def main(out):
+def main(output_path):
     dist.init_process_group("gloo")
     world = World()
-    asked = Asked(world.rank)
-    world.serve("ask", asked)
+    calls = Asked(world.rank)
+    world.serve("ask", calls)
     serve_collectives(world)
-    seen = list(cases(world, asked))
+    seen = list(cases(world, calls))
     world.barrier()
-    Path(out).write_text(json.dumps(seen))
+    Path(output_path).write_text(json.dumps(seen))
     dist.destroy_process_group()
 
 
