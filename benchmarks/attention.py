@@ -33,9 +33,9 @@ def widened(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def passes(attend: Attend, inputs: list[Tensor]) -> tuple[float, float]:
     """Returns the CPU-seconds of a forward and a backward pass."""
     start = time.process_time()
-    out = attend(*inputs)
+    attended = attend(*inputs)
     middle = time.process_time()
-    out.backward(torch.ones_like(out))
+    attended.backward(torch.ones_like(attended))
     return middle - start, time.process_time() - middle
 
 
@@ -56,7 +56,7 @@ def main() -> None:
             passes(attend, inputs)
         rounds = [(passes(as_it_is, inputs), passes(widened, inputs)) for _ in range(args.rounds)]
         for number, name in enumerate(("forward", "backward")):
-            narrow, wide = (min(one[side][number] for one in rounds) for side in (0, 1))
+            narrow, wide = (min(seconds[side][number] for seconds in rounds) for side in (0, 1))
             metrics[f"{length}/{name}_ms_bfloat16"], metrics[f"{length}/{name}_ms_float32"] = 1e3 * narrow, 1e3 * wide
             metrics[f"{length}/{name}"] = narrow / wide
     common.finish(metrics, BARS, args)

@@ -47,30 +47,30 @@ def finish(
     for column in ("figure", "value", "bar", ""):
         table.add_column(column, justify="left" if column in ("figure", "") else "right")
     for name, value in metrics.items():
-        wanted = [f"{sign} {asked[name]:g}" for sign, asked in ((">=", bars), ("<=", limits)) if name in asked]
-        verdict = "" if not wanted else "MISSED" if name in missed else "ok"
-        table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}", ", ".join(wanted), verdict)
+        conditions = [f"{sign} {bounds[name]:g}" for sign, bounds in ((">=", bars), ("<=", limits)) if name in bounds]
+        verdict = "" if not conditions else "MISSED" if name in missed else "ok"
+        table.add_row(name, f"{value:,.4g}" if abs(value) < 1000 else f"{value:,.0f}", ", ".join(conditions), verdict)
     console = Console(width=None if sys.stdout.isatty() else 120)
     console.print(table)
     for name, reason in unmeasured.items():
         console.print(f"{name}: not measured{' (MISSED)' if name in missed else ''}: {reason}", highlight=False)
-    told = {
+    report = {
         "metrics": dict(metrics),
         "bars": dict(bars),
         "limits": dict(limits),
         "missed": missed,
         **({"not_measured": dict(unmeasured)} if unmeasured else {}),
     }
-    write_json(args.json, told | dict(more or {}))
+    write_json(args.json, report | dict(more or {}))
     if args.check and missed:
         sys.exit(1)
 
 
-def write_json(file: Path | None, told: Mapping[str, object]) -> None:
+def write_json(file: Path | None, fields: Mapping[str, object]) -> None:
     """Writes what was measured, and the machine, to a file. Nothing is done without one."""
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({**told, "machine": machine()}, indent=2) + "\n")
+        file.write_text(json.dumps({**fields, "machine": machine()}, indent=2) + "\n")
 
 
 class Peak:
@@ -119,8 +119,8 @@ class FamilyPeak(Peak):
 
 def family_bytes() -> int:
     """Returns the sum of Pss_Anon of this process and its descendants in bytes."""
-    own = psutil.Process()
-    return sum(proportional_bytes(process.pid) for process in (own, *own.children(recursive=True)))
+    process_here = psutil.Process()
+    return sum(proportional_bytes(process.pid) for process in (process_here, *process_here.children(recursive=True)))
 
 
 def proportional_bytes(pid: int) -> int:
@@ -139,9 +139,9 @@ def anonymous_bytes() -> int:
 
 def cpu_seconds(processes: Iterable[int]) -> float:
     """Returns the CPU time of the processes and all their descendants, in seconds."""
-    own = [psutil.Process(process) for process in processes]
+    roots = [psutil.Process(process) for process in processes]
     spent = 0.0
-    for process in [p for root in own for p in (root, *root.children(recursive=True))]:
+    for process in [p for root in roots for p in (root, *root.children(recursive=True))]:
         with contextlib.suppress(psutil.NoSuchProcess):
             spent += sum(process.cpu_times()[:4])  # children that have ended count too
     return spent
@@ -149,15 +149,15 @@ def cpu_seconds(processes: Iterable[int]) -> float:
 
 def machine() -> dict[str, str | int]:
     """Describes the machine on which metrics are measured."""
-    found: dict[str, str | int] = {
+    facts: dict[str, str | int] = {
         "processor": _processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
     if torch.cuda.is_available():
-        found |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
-    return found
+        facts |= {"gpu": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return facts
 
 
 def _processor() -> str:

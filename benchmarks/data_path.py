@@ -70,11 +70,11 @@ class Receiver:
     shares_prefixes = False
 
     def __init__(self, world: World) -> None:
-        each = 1 if world.size <= 4 else 2
-        ranks = [[*range(first, first + each)] for first in range(0, world.size, each)]
-        groups = [dist.new_group(members, backend="gloo") for members in ranks] if each > 1 else []
-        own = groups[world.rank // each] if groups else None
-        self.replicas = Replicas(ranks=ranks, reporters=[members[0] for members in ranks], group=own)
+        ranks_each = 1 if world.size <= 4 else 2
+        ranks = [[*range(first, first + ranks_each)] for first in range(0, world.size, ranks_each)]
+        groups = [dist.new_group(members, backend="gloo") for members in ranks] if ranks_each > 1 else []
+        group = groups[world.rank // ranks_each] if groups else None
+        self.replicas = Replicas(ranks=ranks, reporters=[members[0] for members in ranks], group=group)
 
     def shares(self, lengths: np.ndarray, prefixes: Prefixes | None = None, groups: object = None) -> Shares:
         cost = Cost(balance=65_000)
@@ -86,39 +86,39 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level pieces of two to seven letters, and the tags of steps."""
     rng, letters = np.random.default_rng(0), [*"abcdefghijklmnopqrstuvwxyz"]
     words = ["<step>", "</step>", *pre_tokenizers.ByteLevel.alphabet()]
-    known = set(words)
+    seen = set(words)
     while len(words) < VOCABULARY:
         word = "Ġ" + "".join(rng.choice(letters, rng.integers(2, 8)))
-        if word not in known:
-            known.add(word)
+        if word not in seen:
+            seen.add(word)
             words.append(word)
-    made = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
-    made.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
     """Prompts, and GROUP completions of each, `tokens` in all; a length is that of the longest or up to a tenth
     less."""
     rng = np.random.default_rng(1)
-    prompts, completions, made = [], [], 0
-    while made < tokens:
+    prompts, completions, count = [], [], 0
+    while count < tokens:
         prompts.append(Prompt(id=str(len(prompts)), tokens=_random_tokens(rng, PROMPT)))
         for _ in range(GROUP):
             length = LENGTH - PROMPT - int(rng.integers(0, LENGTH // 10))
-            own = _random_tokens(rng, length)
+            drawn = _random_tokens(rng, length)
             edges = np.linspace(0, length - 1, 2 * STEPS, dtype=np.int64)
-            own[edges[::2]], own[edges[1::2]] = 0, 1
+            drawn[edges[::2]], drawn[edges[1::2]] = 0, 1
             logprobs = rng.random(length, np.float32)
-            completions.append(Completion(tokens=own, logprobs=logprobs, stop=Stop.EOS))
-            made += length + PROMPT
+            completions.append(Completion(tokens=drawn, logprobs=logprobs, stop=Stop.EOS))
+            count += length + PROMPT
     return prompts, completions
 
 
 def credited(method: str, prompts: Sequence[Prompt], completions: list[Completion], tokenizer: Any) -> list[Rollout]:
     """Turns answers into rollouts with advantages; rewards and verdicts are drawn. Each answer is let go when it is a
     rollout, as those of a session are."""
-    rng, out = np.random.default_rng(2), []
+    rng, rollouts = np.random.default_rng(2), []
     for number in range(len(completions)):
         prompt, completion = prompts[-1 - number // GROUP], completions.pop()
         rollout = from_completion(prompt, completion, role="generator", group=prompt.id, version=3)
@@ -130,8 +130,8 @@ def credited(method: str, prompts: Sequence[Prompt], completions: list[Completio
             rollout = replace(
                 rollout, annotations={STEP: Annotations(ranges, rng.choice([-1.0, 1.0], len(ranges)) / len(ranges))}
             )
-        out.append(rollout)
-    return assign_advantages(out, reward="outcome", estimator="grpo", alpha=0.1 if method == "tango" else None)
+        rollouts.append(rollout)
+    return assign_advantages(rollouts, reward="outcome", estimator="grpo", alpha=0.1 if method == "tango" else None)
 
 
 def one_way(world: World, policy: Receiver, answers: Any, method: str, tokenizer: Any) -> Work:
@@ -168,9 +168,9 @@ def rank_metrics(rank: int, folder: str, case: str, rounds: int, memory: bool) -
         for _ in range(rounds):
             world.barrier()
             again = answers and (answers[0], [*answers[1]])
-            before, wall, written = time.process_time(), time.perf_counter(), _written()
+            cpu_start, wall, written = time.process_time(), time.perf_counter(), _written()
             work = one_way(world, policy, again, method, tokenizer)
-            metrics["cpu_s"] = min(metrics["cpu_s"], time.process_time() - before)
+            metrics["cpu_s"] = min(metrics["cpu_s"], time.process_time() - cpu_start)
             metrics |= {"wall_s": time.perf_counter() - wall, "written": _written() - written}
             metrics["tokens"] = float(work.num_tokens)
             del work
@@ -183,21 +183,21 @@ def measure(case: str, rounds: int) -> dict[str, float]:
     """Metrics of one case, each rank a process of its own; CPU-seconds and memory in runs apart, as watching memory
     costs time."""
     method, ranks, _ = case.split("/")
-    found = {}
+    measurements = {}
     with tempfile.TemporaryDirectory() as folder:
         for memory in (False, True):
             tasks = [(rank, folder, case, rounds, memory) for rank in range(int(ranks))]
             with multiprocessing.get_context("spawn").Pool(int(ranks)) as pool:
-                found[memory] = pool.starmap(rank_metrics, tasks, chunksize=1)
-    (driver, *others), (driver_memory, *others_memory) = found[False], found[True]
-    each = 1 if int(ranks) <= 4 else 2
-    total = sum(one["tokens"] for one in found[False][::each])
-    sent = total if each > 1 else total - driver["tokens"]  # an own replica of several ranks is sent to its next
+                measurements[memory] = pool.starmap(rank_metrics, tasks, chunksize=1)
+    (driver, *others), (driver_memory, *others_memory) = measurements[False], measurements[True]
+    ranks_each = 1 if int(ranks) <= 4 else 2
+    total = sum(rank["tokens"] for rank in measurements[False][::ranks_each])
+    sent = total if ranks_each > 1 else total - driver["tokens"]  # an own replica of several ranks is sent to its next
     return {
         "driver_s": driver["cpu_s"] / total * MILLION,
-        "others_s": max(one["cpu_s"] / one["tokens"] for one in others) * MILLION,
+        "others_s": max(rank["cpu_s"] / rank["tokens"] for rank in others) * MILLION,
         "driver_bytes": driver_memory["bytes"] / total,
-        "others_bytes": max(one["bytes"] / one["tokens"] for one in others_memory),
+        "others_bytes": max(rank["bytes"] / rank["tokens"] for rank in others_memory),
         "wire": driver["written"] / (sent * (12 if method == "tango" else 8)),
         "wall_s": driver["wall_s"],
         "driver_peak_mib": driver_memory["bytes"] / 2**20,

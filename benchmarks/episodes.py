@@ -108,7 +108,7 @@ class StandInSession:
             self._ready.put(None)
 
     def answers(self) -> Iterator[tuple[int, list[Completion]]]:
-        told = np.full(len(self._engine.answer), -1.0, np.float32)
+        logprobs = np.full(len(self._engine.answer), -1.0, np.float32)
         while not self._closed and (self._outstanding or self._askers):
             due = self._ready.get()
             if due is None:
@@ -116,7 +116,7 @@ class StandInSession:
             time.sleep(max(0.0, due[0] - time.perf_counter()))
             with self._lock:
                 self._outstanding -= 1
-            yield due[1], [Completion(tokens=self._engine.answer, logprobs=told, stop=Stop.EOS)]
+            yield due[1], [Completion(tokens=self._engine.answer, logprobs=logprobs, stop=Stop.EOS)]
 
     def close(self) -> None:
         self._closed = True
@@ -197,8 +197,8 @@ def driver_ms(episodes: int, turns: int, dialogue: str) -> float:
     environment, context = Rounds(turns=turns), context_of(StandIn(words("I am writing an answer. " * 10)))
     play(environment, context, 8, EpisodeSettings(dialogue=dialogue))  # imports, threads
     start = time.process_time()
-    found = play(environment, context, episodes, EpisodeSettings(dialogue=dialogue))
-    return 1000 * (time.process_time() - start) / sum(one.turns for one in found)
+    played = play(environment, context, episodes, EpisodeSettings(dialogue=dialogue))
+    return 1000 * (time.process_time() - start) / sum(episode.turns for episode in played)
 
 
 def overlap(episodes: int, turns: int) -> dict[str, float]:
@@ -248,24 +248,24 @@ def write_model(directory: Path) -> Path:
 
 def faults(episodes: int) -> dict[str, float]:
     """Returns what became of episodes whose tools hang or die."""
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    children_before = {child.pid for child in psutil.Process().children(recursive=True)}
     settings = EpisodeSettings(step_timeout_s=20.0, workers=64)
     start = time.perf_counter()
-    found = play(Faults(), context_of(StandIn(words("An answer."))), episodes, settings)
+    played = play(Faults(), context_of(StandIn(words("An answer."))), episodes, settings)
     seconds = time.perf_counter() - start
     time.sleep(1.0)
     expected = [{0: Outcome.TIMEOUT, 1: Outcome.ERROR}.get(seed % 40, Outcome.SCORE) for seed in range(episodes)]
-    right = sum(one.outcome is want for one, want in zip(found, expected, strict=True))
-    failed = [one for one in found if one.outcome is not Outcome.SCORE]
-    wrong = [r for one in found for r in one.rollouts if r.rewards != {"right": 1.0}]
-    left = {child.pid for child in psutil.Process().children(recursive=True)} - before
+    right = sum(episode.outcome is want for episode, want in zip(played, expected, strict=True))
+    failed = [episode for episode in played if episode.outcome is not Outcome.SCORE]
+    wrong = [r for episode in played for r in episode.rollouts if r.rewards != {"right": 1.0}]
+    survivors = {child.pid for child in psutil.Process().children(recursive=True)} - children_before
     return {
         "faulty_s": seconds,
-        "timeouts": sum(one.outcome is Outcome.TIMEOUT for one in found),
-        "errors": sum(one.outcome is Outcome.ERROR for one in found),
+        "timeouts": sum(episode.outcome is Outcome.TIMEOUT for episode in played),
+        "errors": sum(episode.outcome is Outcome.ERROR for episode in played),
         "unaccounted": episodes - right,
-        "zeros": len(wrong) + sum(len(one.rollouts) for one in failed),
-        "left": len(left),
+        "zeros": len(wrong) + sum(len(episode.rollouts) for episode in failed),
+        "left": len(survivors),
     }
 
 
@@ -295,9 +295,9 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     core.add_special_tokens(special)
-    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
-    made.chat_template = TEMPLATE
-    return made
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|im_end|>")
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
 
 
 TOKENIZER = _tokenizer()

@@ -50,18 +50,18 @@ def main() -> None:
     args = parser.parse_args()
     metrics: dict[str, float] = {}
     rows: list[dict[str, str]] = []
-    for found in benchmarks().values():
-        if found.grader != MATH or found.judged:
+    for benchmark in benchmarks().values():
+        if benchmark.grader != MATH or benchmark.judged:
             continue
         try:
-            problems = read_benchmark(found, source_of(found, str(args.data)))
+            problems = read_benchmark(benchmark, source_of(benchmark, str(args.data)))
         except ConfigError:  # the set is not in the folder
             continue
         answers = [str(problem.values["answer"]) for problem in problems]
         if args.limit and args.limit < len(answers):
             answers = random.Random(0).sample(answers, args.limit)
-        own, wrong = measure(found, answers, args)
-        metrics |= own
+        agreement, wrong = measure(benchmark, answers, args)
+        metrics |= agreement
         rows += wrong
     if not metrics:
         parser.error(f"{args.data} has none of the sets that math-verify grades")
@@ -72,32 +72,32 @@ def main() -> None:
 
 
 def measure(
-    found: Benchmark, answers: list[str], args: argparse.Namespace
+    benchmark: Benchmark, answers: list[str], args: argparse.Namespace
 ) -> tuple[dict[str, float], list[dict[str, str]]]:
     """Returns the set's metrics, and the cases in which the grader gives another score than wanted."""
     cases = [case for answer in answers for case in cases_of(answer)]
-    with GradePool(Reward(target=found.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
+    with GradePool(Reward(target=benchmark.grader, workers=args.workers, timeout_s=args.timeout_s)) as pool:
         pool.grade(["\\boxed{1}"], [{"answer": "1"}])
         start = time.perf_counter()
         graded = pool.grade([case[1] for case in cases], [{"answer": case[2]} for case in cases])
         seconds = time.perf_counter() - start
     counts, hits, rows = Counter(case[0] for case in cases), Counter[str](), []
-    for (kind, response, answer, wanted), result in zip(cases, graded, strict=True):
-        agrees = result.outcome is Outcome.SCORE and result.score == wanted
+    for (kind, response, answer, score), result in zip(cases, graded, strict=True):
+        agrees = result.outcome is Outcome.SCORE and result.score == score
         hits[kind] += agrees
         if not agrees:
             rows.append(
                 {
-                    "set": found.name,
+                    "set": benchmark.name,
                     "kind": kind,
                     "answer": answer,
                     "response": response,
                     "outcome": result.outcome.value,
                 }
             )
-    metrics = {f"{found.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
-    metrics |= {f"{found.name}/answers": float(len(answers)), f"{found.name}/cases": float(len(cases))}
-    return metrics | {f"{found.name}/per_minute": 60 * len(cases) / seconds}, rows
+    metrics = {f"{benchmark.name}/{kind}": hits[kind] / count for kind, count in counts.items()}
+    metrics |= {f"{benchmark.name}/answers": float(len(answers)), f"{benchmark.name}/cases": float(len(cases))}
+    return metrics | {f"{benchmark.name}/per_minute": 60 * len(cases) / seconds}, rows
 
 
 def cases_of(answer: str) -> Iterator[Case]:
@@ -142,9 +142,9 @@ def near_misses(answer: str) -> Iterator[str]:
     if NUMBER.fullmatch(answer):
         value, digits = Fraction(answer), len(answer.partition(".")[2])
         step = Fraction(1, 10**digits)
-        for other in (value + step, value * 10, -value):
-            if other != value:
-                yield f"{float(other):.{digits}f}" if digits else str(int(other))
+        for miss in (value + step, value * 10, -value):
+            if miss != value:
+                yield f"{float(miss):.{digits}f}" if digits else str(int(miss))
         yield f"{answer}, {int(value) + 7}"
         return
     if LIST.fullmatch(answer):

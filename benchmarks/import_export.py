@@ -60,9 +60,10 @@ def main() -> None:
             with common.AnonymousPeak() as peak:
                 read_shards(folder, ranks)
             metrics[f"import/tp{tp}/extra_mib"] = peak.mib
-            out = folder / "out"
+            target = folder / "out"
             plain, ours = fastest_rounds(
-                [lambda out=out: write_tensors(out, tensors), lambda r=ranks, o=out: write_shards(o, r)], args.rounds
+                [lambda target=target: write_tensors(target, tensors), lambda r=ranks, o=target: write_shards(o, r)],
+                args.rounds,
             )
             metrics |= {f"export/tp{tp}/gb_per_s": size / ours / 1e9, f"export/tp{tp}/ratio": plain / ours}
     common.finish(metrics, BARS, args, limits=LIMITS)
@@ -71,29 +72,31 @@ def main() -> None:
 def parameters(sizes: Sizes, shard: Shard) -> list[tuple[torch.Tensor, list]]:
     """Returns (zeros, rectangles) of every parameter of a rank."""
     names = megatron_names(sizes, range(sizes.num_layers), (), first=True, last=True, fused=True)
-    found = [megatron(sizes, name, shard) for name in names]
-    return [(torch.zeros(shape[:1] if shape[1] == 1 else shape, dtype=torch.bfloat16), rects) for shape, rects in found]
+    shapes = [megatron(sizes, name, shard) for name in names]
+    return [
+        (torch.zeros(shape[:1] if shape[1] == 1 else shape, dtype=torch.bfloat16), rects) for shape, rects in shapes
+    ]
 
 
 def read_shards(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
     """Imports the parameters of all ranks along their rectangles."""
-    for own in ranks:
+    for held in ranks:
         read = hf_model.DirectoryTensors(folder).read
-        for parameter, rects in own:
+        for parameter, rects in held:
             tensor_copies.fill(parameter, rects, read)
 
 
 def read_slices(folder: Path, ranks: list[list[tuple[torch.Tensor, list]]]) -> None:
     """Imports the same parameters by safetensors' own slices."""
-    for own in ranks:
+    for held in ranks:
         with safe_open(folder / "model.safetensors", "pt") as file:
-            for parameter, rects in own:
+            for parameter, rects in held:
                 for rect in rects:
                     rows = slice(rect.row, rect.row + rect.rows)
                     columns = slice(rect.column, rect.column + rect.columns)
-                    found = file.get_slice(rect.tensor)
+                    stored = file.get_slice(rect.tensor)
                     tensor_copies.local(parameter, rect).copy_(
-                        found[rows] if parameter.dim() == 1 else found[rows, columns]
+                        stored[rows] if parameter.dim() == 1 else stored[rows, columns]
                     )
 
 

@@ -94,8 +94,8 @@ def main() -> None:
     )
     common.add_arguments(parser)
     args = parser.parse_args()
-    there = ["embedded", "vllm"] if Path(args.python).exists() else ["embedded"]
-    engines = args.engines.split(",") if args.engines else there
+    available = ["embedded", "vllm"] if Path(args.python).exists() else ["embedded"]
+    engines = args.engines.split(",") if args.engines else available
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # servers are ended on the way out
     _prepare(args.models)
     metrics: dict[str, float] = {}
@@ -104,13 +104,13 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 if staleness == 0:
                     alone = serial(in_turn(engine, Path(folder), args))
-                    found = {f"{engine}/{name}": value for name, value in alone.items()}
+                    figures = {f"{engine}/{name}": value for name, value in alone.items()}
                 else:
                     seen = {arm: watch(arm, engine, staleness, Path(folder), args) for arm in ARMS}
-                    found = {
+                    figures = {
                         f"{engine}, staleness {staleness}/{name}": value for name, value in overlapped(seen).items()
                     }
-            metrics |= found
+            metrics |= figures
     limits = {
         name: limit
         for name in metrics
@@ -124,36 +124,38 @@ def main() -> None:
 
 def serial(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     """Returns the metrics of runs whose iterations are one after the other."""
-    out: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for arm, iterations in seen.items():
-        out[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
-        whole = [
+        figures[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
+        with_shares = [
             iteration for iteration in iterations if iteration.of(ROLLOUT + LEARNING) <= iteration.wall_s
         ]  # no phase was stopped in the middle
-        out[f"{arm}_iterations_with_shares"] = len(whole)
-        wall = sum(iteration.wall_s for iteration in whole) or math.nan
+        figures[f"{arm}_iterations_with_shares"] = len(with_shares)
+        wall = sum(iteration.wall_s for iteration in with_shares) or math.nan
         for phase in (*ROLLOUT, *LEARNING):
-            out[f"{arm}_{phase}_share"] = sum(iteration.of([phase]) for iteration in whole) / wall
-        out[f"{arm}_overhead"] = 1 - sum(iteration.of(ROLLOUT + LEARNING) for iteration in whole) / wall
+            figures[f"{arm}_{phase}_share"] = sum(iteration.of([phase]) for iteration in with_shares) / wall
+        figures[f"{arm}_overhead"] = 1 - sum(iteration.of(ROLLOUT + LEARNING) for iteration in with_shares) / wall
     grpo, tango = seen["grpo"], seen["tango"]
-    out["tango_over_grpo"] = out["tango_iteration_s"] / out["grpo_iteration_s"]
-    out["tango_over_grpo_median"] = median(b.wall_s / a.wall_s for a, b in zip(grpo, tango, strict=False))
-    out["tango_over_grpo_cpu"] = fmean(t.cpu_s for t in tango) / fmean(t.cpu_s for t in grpo)
-    own = [iteration.cpu_s for iteration in tango if iteration.row.scope == "generator"]
-    out["tango_generator_over_grpo_cpu"] = fmean(own) / fmean(t.cpu_s for t in grpo)
-    return out
+    figures["tango_over_grpo"] = figures["tango_iteration_s"] / figures["grpo_iteration_s"]
+    figures["tango_over_grpo_median"] = median(b.wall_s / a.wall_s for a, b in zip(grpo, tango, strict=False))
+    figures["tango_over_grpo_cpu"] = fmean(t.cpu_s for t in tango) / fmean(t.cpu_s for t in grpo)
+    generator_s = [iteration.cpu_s for iteration in tango if iteration.row.scope == "generator"]
+    figures["tango_generator_over_grpo_cpu"] = fmean(generator_s) / fmean(t.cpu_s for t in grpo)
+    return figures
 
 
 def overlapped(seen: Mapping[str, Sequence[Seen]]) -> dict[str, float]:
     """Returns the metrics of runs that collect an iteration while another is trained on."""
-    out: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for arm, iterations in seen.items():
         iterations = iterations[1:]  # before the second there was nothing to collect beside
-        out[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
-        out[f"{arm}_rollout_s"] = fmean(iteration.of(ROLLOUT) for iteration in iterations)
-        out[f"{arm}_learning_s"] = fmean(iteration.of(LEARNING) for iteration in iterations)
-        out[f"{arm}_overlap"] = out[f"{arm}_iteration_s"] / max(out[f"{arm}_rollout_s"], out[f"{arm}_learning_s"])
-    return out
+        figures[f"{arm}_iteration_s"] = fmean(iteration.wall_s for iteration in iterations)
+        figures[f"{arm}_rollout_s"] = fmean(iteration.of(ROLLOUT) for iteration in iterations)
+        figures[f"{arm}_learning_s"] = fmean(iteration.of(LEARNING) for iteration in iterations)
+        figures[f"{arm}_overlap"] = figures[f"{arm}_iteration_s"] / max(
+            figures[f"{arm}_rollout_s"], figures[f"{arm}_learning_s"]
+        )
+    return figures
 
 
 def in_turn(engine: str, folder: Path, args: argparse.Namespace) -> dict[str, list[Seen]]:
@@ -255,9 +257,9 @@ def _opened(arm: str, engine: str, staleness: int, folder: Path, args: argparse.
         if engine == "vllm":
             for number, role in enumerate(roles, 1):
                 command = ["serve", *settings, f"--role={role}"]
-                own = [cores[(len(roles) - number + 1) % len(cores)]] if staleness == 0 else cores[1:]
+                core = [cores[(len(roles) - number + 1) % len(cores)]] if staleness == 0 else cores[1:]
                 servers.append(
-                    stack.enter_context(_started(command, folder / f"serve_{arm}_{role}.log", own if apart else cores))
+                    stack.enter_context(_started(command, folder / f"serve_{arm}_{role}.log", core if apart else cores))
                 )
         trainer = stack.enter_context(
             _started(["train", *settings], folder / f"{arm}.log", cores[:1] if apart else cores)
@@ -269,8 +271,10 @@ def _opened(arm: str, engine: str, staleness: int, folder: Path, args: argparse.
 
 @contextlib.contextmanager
 def _started(words: Sequence[str], log: Path, cores: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
-    with log.open("wb") as out:
-        child = subprocess.Popen([sys.executable, "-m", "megatron_rl.main", *words], stdout=out, stderr=out, cwd=ROOT)
+    with log.open("wb") as output:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "megatron_rl.main", *words], stdout=output, stderr=output, cwd=ROOT
+        )
     psutil.Process(child.pid).cpu_affinity(list(cores))
     try:
         yield child

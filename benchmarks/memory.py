@@ -58,12 +58,12 @@ def peak_mib(way: str, tokens: int, vocab: int) -> float:
     with common.AnonymousPeak() as peak:
         if way == "chunked":
             group = dist.group.WORLD
-            [found] = vocab_statistics.vocab_parallel_statistics(
+            [logprobs] = vocab_statistics.vocab_parallel_statistics(
                 hidden, weight, labels, first_row=0, vocab=vocab, temperature=1.0, group=group, names=["logprobs"]
             )
         else:
-            found = (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
-        found.sum().backward()
+            logprobs = (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+        logprobs.sum().backward()
     dist.destroy_process_group()
     return peak.mib
 
@@ -125,8 +125,8 @@ def saving_over_training(hidden: int, layers: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(f"{folder}/model", hidden, layers)
         with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
-            found = [pool.submit(saving, rank, folder, f"{folder}/model") for rank in range(2)]
-            most = [each.result() for each in found]
+            futures = [pool.submit(saving, rank, folder, f"{folder}/model") for rank in range(2)]
+            most = [future.result() for future in futures]
     return {f"saving/rank_{rank}": written / training for rank, (training, written) in enumerate(most)}
 
 

@@ -79,13 +79,13 @@ def main() -> None:
             family, sizes = MODELS[model]
             make_model(folder / model, family, **sizes)
         for ranks in sorted({case[0] for case in cases}):
-            own = [case for case in cases if case[0] == ranks]
+            selected = [case for case in cases if case[0] == ranks]
             file = folder / f"cases{ranks}.json"
-            file.write_text(json.dumps([_case(folder, case) for case in own]))
+            file.write_text(json.dumps([_case(folder, case) for case in selected]))
             answers = run_ranks(
                 ROOT / "tests/helpers/plan_worker.py", ranks, folder / f"ranks{ranks}", str(file), timeout_s=1800
             )
-            for number, case in enumerate(own):
+            for number, case in enumerate(selected):
                 metrics |= _errors(case, [answer[number] for answer in answers])
     limits = {what: 0.15 if what.endswith("activations") else 0.05 for what in metrics}
     finish(metrics, {}, args, limits=limits)
@@ -113,15 +113,15 @@ def _errors(
     """
     ranks, model, layout, kind = case
     words = [f"{axis}{size}" for axis, size in layout.items() if axis != "sequence_parallel"]
-    said = ["shared prompts"] if "group" in kind else [*kind.values()]
-    label = " ".join([model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *said])
-    out = {}
+    notes = ["shared prompts"] if "group" in kind else [*kind.values()]
+    label = " ".join([model, *(words or [f"dp{ranks}"]), *(["sp"] if "sequence_parallel" in layout else []), *notes])
+    errors = {}
     for part in ("weights", "gradients", "optimizer", "activations"):
         pairs = [(answer["expected"][part], answer["found"][part]) for answer in answers]
         if part == "activations" and layout.get("ep", 1) > 1:  # routers send one rank more than the other
             pairs = [tuple(map(sum, zip(*pairs, strict=True)))]  # type: ignore[list-item]
-        out[f"{label}: {part}"] = max(abs(expected / found - 1) for expected, found in pairs)
-    return out
+        errors[f"{label}: {part}"] = max(abs(expected / measured - 1) for expected, measured in pairs)
+    return errors
 
 
 if __name__ == "__main__":

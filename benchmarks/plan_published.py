@@ -253,13 +253,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-v", action="store_true", help="the parts of GRPO's steps")
     add_arguments(parser)
-    args, found = parser.parse_args(), rows()
-    for row in found:
+    args, published_rows = parser.parse_args(), rows()
+    for row in published_rows:
         kind = "fitted" if row.fitted else row.other
         ratio = row.ours / row.published
         print(f"| {row.what} | {row.published:,.4g} {row.unit} | {row.ours:,.4g} | {ratio:.2f} | {kind} |")
-    checked = {row.what: row.ours / row.published for row in found}
-    free = [row.what for row in found if not row.fitted and not row.other]
+    checked = {row.what: row.ours / row.published for row in published_rows}
+    free = [row.what for row in published_rows if not row.fitted and not row.other]
     finish(checked, {name: 1 - WORST for name in free}, args, limits={name: 1 + WORST for name in free})
 
 

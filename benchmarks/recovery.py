@@ -72,7 +72,7 @@ class Watched:
 
     def ranks(self) -> list[psutil.Process]:
         """Returns the rank processes that srun started, without the processes that these have started."""
-        found = []
+        processes = []
         for process in psutil.process_iter(["cmdline"]):
             words = process.info["cmdline"] or []
             with contextlib.suppress(psutil.Error):
@@ -80,8 +80,8 @@ class Watched:
                     words[1:4] == ["-m", "megatron_rl.main", "train"] and str(self.run / "jobs/config.yaml") in words
                 )
                 if is_own and process.parent().name().startswith("slurmstepd"):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def until(self, what: str, condition: Callable[[], bool]) -> None:
         end = time.monotonic() + GIVE_UP_S
@@ -146,11 +146,11 @@ def submit(cluster: Cluster, folder: Path, models: Path, name: str) -> Watched:
         f"run.hang_after_s={HANG_S}", f"run.dir={folder}", f"run.name={name}", "recipe.args.generator_updates=3000",
         "recipe.args.warmup_updates=1", "job.nodes=2", "job.slices=200", f"--profile={site}",
     ]  # fmt: skip
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-m", "megatron_rl.main", "submit", *words], cwd=ROOT, env=cluster.environment(),
         check=True, text=True, stdout=subprocess.PIPE,
     ).stdout  # fmt: skip
-    return Watched(cluster, folder / name, said.splitlines()[0].rpartition(" ")[2])
+    return Watched(cluster, folder / name, printed.splitlines()[0].rpartition(" ")[2])
 
 
 def recover(watched: Watched, kind: str, rng: random.Random) -> tuple[float, int]:

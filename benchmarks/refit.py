@@ -146,11 +146,11 @@ CASES: dict[str, Callable[[float], Topology]] = {"dense": dense, "moe": moe}
 def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     """Returns the metrics of one case, which are those of the slowest rank. Collective."""
     topology, rank = CASES[name](args.gigabytes), dist.get_rank()
-    own, engine = shards(topology, rank), Engine(topology, rank)
+    held, engine = shards(topology, rank), Engine(topology, rank)
     model = 2 * sum(rows * columns for rows, columns in hf_shapes(topology.sizes).values())
     metrics = {"model_gb": model / 1e9, "memcpy_gb_per_s": memcpy(), "gather_wire_gb": (RANKS - 1) * model / 1e9}
     for way, limit in (("gather", 0), ("bucketed", args.bucket_mib << 20)):
-        metrics[f"{way}_s"] = best(lambda limit=limit: gather(topology, own, engine, limit), args.rounds)
+        metrics[f"{way}_s"] = best(lambda limit=limit: gather(topology, held, engine, limit), args.rounds)
     reference = {n: t.clone() for n, t in engine.tensors.items()}
     plan, messages = raw_messages(topology, args)
     runs, sides = {"p2p_s": messages}, []
@@ -159,7 +159,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
             tensor.zero_()
         settings = RefitConfig(transport=transport, bucket_mib=args.bucket_mib, verify="off")
         side = TrainerSide(
-            topology, settings, {n: t for n, (t, _) in own.items()}, group=dist.group.WORLD, endpoint=engine
+            topology, settings, {n: t for n, (t, _) in held.items()}, group=dist.group.WORLD, endpoint=engine
         )
         metrics["wire_gb"] = side(0)["refit/gigabytes"]
         if any(not torch.equal(t, engine.tensors[n]) for n, t in reference.items()):
@@ -175,7 +175,7 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, float]:
     for way in TRANSPORTS:
         metrics[f"gather_over_direct_{way}"] = metrics["gather_s"] / metrics[f"direct_{way}_s"]
         metrics[f"direct_{way}_of_p2p"] = metrics["p2p_s"] / metrics[f"direct_{way}_s"]
-    return metrics | changes(topology, own, engine, args)
+    return metrics | changes(topology, held, engine, args)
 
 
 def is_sharded(sizes: Sizes, name: str) -> bool:
@@ -185,22 +185,22 @@ def is_sharded(sizes: Sizes, name: str) -> bool:
 
 def shards(topology: Topology, rank: int) -> Shards:
     """Returns a trainer rank's parameters, random, with their rectangles."""
-    generator, out = torch.Generator().manual_seed(rank), {}
+    generator, tensors = torch.Generator().manual_seed(rank), {}
     for name, (shape, rects) in shapes_of(topology, rank).items():
         # All ranks of a stage hold the same values of a parameter that is not sharded.
         seeded = generator if is_sharded(topology.sizes, name) else torch.Generator().manual_seed(len(name))
-        out[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
-    return out
+        tensors[name] = torch.randn(shape, generator=seeded).mul_(0.02).bfloat16(), rects
+    return tensors
 
 
 class Engine:
     """An engine rank's parameters. Implements refit.engine_side.Endpoint."""
 
     def __init__(self, topology: Topology, rank: int) -> None:
-        own = rank_layouts.engine_parameters(topology.sizes, topology.engines, rank)
-        self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _) in own.items()}
+        parameters = rank_layouts.engine_parameters(topology.sizes, topology.engines, rank)
+        self.tensors = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, (shape, _) in parameters.items()}
         self.targets = Tensors(self.tensors)
-        self._wanted = by_tensor(own)
+        self._wanted = by_tensor(parameters)
 
     def begin_refit(self) -> None: ...
 
@@ -209,21 +209,21 @@ class Engine:
     def take(self, part: Tensor, rects: list[Rect]) -> None:
         """Copies what overlaps with this rank's parameters."""
         for rect in rects:
-            for name, wanted in self._wanted[rect.tensor]:
-                top, left = max(rect.row, wanted.row), max(rect.column, wanted.column)
-                rows = min(rect.row + rect.rows, wanted.row + wanted.rows) - top
-                columns = min(rect.column + rect.columns, wanted.column + wanted.columns) - left
+            for name, place in self._wanted[rect.tensor]:
+                top, start = max(rect.row, place.row), max(rect.column, place.column)
+                rows = min(rect.row + rect.rows, place.row + place.rows) - top
+                columns = min(rect.column + rect.columns, place.column + place.columns) - start
                 if rows > 0 and columns > 0:
                     source = ParameterPart(
-                        rect.at_row + top - rect.row, rect.at_column + left - rect.column, rows, columns
+                        rect.at_row + top - rect.row, rect.at_column + start - rect.column, rows, columns
                     )
                     target = ParameterPart(
-                        wanted.at_row + top - wanted.row, wanted.at_column + left - wanted.column, rows, columns
+                        place.at_row + top - place.row, place.at_column + start - place.column, rows, columns
                     )
                     self.targets.write(name, target, Tensors({"": part}).read("", source))
 
 
-def gather(topology: Topology, own: Shards, engine: Engine, limit: int) -> None:
+def gather(topology: Topology, held: Shards, engine: Engine, limit: int) -> None:
     """Brings the whole model to every rank, stage by stage.
 
     A collective joins parameters of up to `limit` bytes (0: one each).
@@ -231,13 +231,13 @@ def gather(topology: Topology, own: Shards, engine: Engine, limit: int) -> None:
     rank, stage_of, groups = dist.get_rank(), dist.get_rank() // 2, process_groups()
     for stage in range(2):
         members = [stage * 2, stage * 2 + 1]
-        here = stage_of == stage
+        on_stage = stage_of == stage
         shapes = [shapes_of(topology, m) for m in members]
         for chunk in chunks([*zip(*(s.items() for s in shapes), strict=True)], limit):
             size = sum(shape.numel() for (_, (shape, _)), _ in chunk)
             joined = torch.empty(2, size, dtype=torch.bfloat16)
-            if here:
-                flat = torch.cat([own[pair[rank % 2][0]][0].view(-1) for pair in chunk])
+            if on_stage:
+                flat = torch.cat([held[pair[rank % 2][0]][0].view(-1) for pair in chunk])
                 dist.all_gather([joined[0], joined[1]], flat, group=groups[f"stage{stage}"])
             dist.broadcast(joined, src=members[rank % 2], group=groups[f"pair{rank % 2}"])
             place = 0
@@ -258,14 +258,14 @@ def process_groups() -> dict[str, Any]:
 @functools.cache
 def shapes_of(topology: Topology, rank: int) -> dict[str, tuple[torch.Size, list[Rect]]]:
     """Returns {parameter: (shape, rectangles)} of a trainer rank."""
-    found: dict[str, list[Rect]] = {}
+    parts: dict[str, list[Rect]] = {}
     for holding in rank_layouts.trainer(topology.sizes, topology.trainer):
         if rank in holding.ranks:
             for name, rect in holding.parameters:
-                found.setdefault(name, []).append(rect)
+                parts.setdefault(name, []).append(rect)
     return {
         name: (torch.Size([max(r.at_row + r.rows for r in rects), max(r.at_column + r.columns for r in rects)]), rects)
-        for name, rects in found.items()
+        for name, rects in parts.items()
     }
 
 
@@ -273,12 +273,12 @@ def chunks(pairs: list[Any], limit: int) -> Iterator[list[Any]]:
     """Yields the parameters in runs of up to `limit` bytes."""
     waiting, size = [], 0
     for pair in pairs:
-        own = pair[0][1][0].numel() * 2
-        if waiting and size + own > limit:
+        size_of_pair = pair[0][1][0].numel() * 2
+        if waiting and size + size_of_pair > limit:
             yield waiting
             waiting, size = [], 0
         waiting.append(pair)
-        size += own
+        size += size_of_pair
     yield waiting
 
 
@@ -288,7 +288,7 @@ def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPla
     dist.all_gather_object(locations, RankLocation.new(torch.device("cpu")))
     plan = topology.plan(RankLocations(locations, dict(enumerate(locations))), args.bucket_mib)
     rank, rounds = dist.get_rank(), 1 + max(b.round_number for b in plan.buckets)
-    out, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
+    sending, into = ([torch.zeros(args.bucket_mib << 20, dtype=torch.uint8) for _ in range(2)] for _ in range(2))
     sends = {b.round_number: b for b in plan.buckets if b.source == rank}
     receives = {b.round_number: b for b in plan.buckets if b.destination == rank}
 
@@ -297,7 +297,7 @@ def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPla
         for number in range(rounds):
             now, half = [], number % 2
             if bucket := sends.get(number):
-                now.append(dist.isend(out[half][: bucket.elements * 2], bucket.destination, tag=number))
+                now.append(dist.isend(sending[half][: bucket.elements * 2], bucket.destination, tag=number))
             if bucket := receives.get(number):
                 now.append(dist.irecv(into[half][: bucket.elements * 2], bucket.source, tag=number))
             for work in pending:
@@ -309,9 +309,9 @@ def raw_messages(topology: Topology, args: argparse.Namespace) -> tuple[RefitPla
     return plan, run
 
 
-def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
+def changes(topology: Topology, held: Shards, engine: Engine, args: argparse.Namespace) -> dict[str, float]:
     """Times refits after a step of 1e-6 in float32: as deltas over TCP, and sending all weights."""
-    parameters = {n: t for n, (t, _) in own.items()}
+    parameters = {n: t for n, (t, _) in held.items()}
     masters = {n: t.float() + (torch.rand(t.shape) - 0.5) * t.float().abs() * 2**-8 for n, t in parameters.items()}
     metrics: dict[str, float] = {}
     for delta in (False, True):
@@ -323,10 +323,10 @@ def changes(topology: Topology, own: Shards, engine: Engine, args: argparse.Name
             parameters[name].copy_(master)
         dist.barrier()
         start = time.perf_counter()
-        found = side(1)
+        figures = side(1)
         metrics[f"{'delta' if delta else 'full'}_s"] = slowest(time.perf_counter() - start)
         if delta:
-            metrics["delta_share_of_bytes"] = found["refit/share_of_full"]
+            metrics["delta_share_of_bytes"] = figures["refit/share_of_full"]
         side.close()
     return metrics | {"full_over_delta": metrics["full_s"] / metrics["delta_s"]}
 

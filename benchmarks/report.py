@@ -68,13 +68,13 @@ def main() -> None:
         run = args.run or Path(place) / "run"
         if not run.exists():
             make_run(run, args.iterations, args.rollouts)
-        here = Path(__file__).resolve().parents[1]
-        metrics = named("page", measure(here, run))
+        repository = Path(__file__).resolve().parents[1]
+        metrics = named("page", measure(repository, run))
         if args.against is not None:
             metrics |= named("page, other checkout", measure(args.against.resolve(), run))
             for what in ("CPU s", "peak MB"):
                 metrics[f"{what}, other / this"] = metrics[f"page, other checkout: {what}"] / metrics[f"page: {what}"]
-        metrics |= named("page of all rollouts", measure(here, run, str(args.rollouts)))
+        metrics |= named("page of all rollouts", measure(repository, run, str(args.rollouts)))
         if chromium() is not None:
             metrics |= look(run / "report.html", Path(place) / "profile")
     limits = {"page: CPU s": 15, "page: peak MB": 250, "page: MB": 12, "page of all rollouts: peak MB": 350}
@@ -109,12 +109,14 @@ def make_run(directory: Path, iterations: int, rollouts: int) -> None:
 def keep_rollouts(run: RunDirectory, iterations: int, rollouts: int, draw: random.Random) -> None:
     """Writes the rollouts into files of iterations, evenly over the run: texts of about 150 tokens, groups of ten."""
     store = IterationStore(run.rollouts, decode=decode)
-    each = rollouts // min(FILES, iterations)
+    per_file = rollouts // min(FILES, iterations)
     for file in range(min(FILES, iterations)):
         number = file * (iterations // min(FILES, iterations))
         iteration = Iteration(cycle=number // 4, index=0, roles=("generator",), number=number)
         store.put(
-            iteration, Collected(rollouts={"generator": [rollout(draw, i // 10) for i in range(each)]}, metrics={}), {}
+            iteration,
+            Collected(rollouts={"generator": [rollout(draw, i // 10) for i in range(per_file)]}, metrics={}),
+            {},
         )
 
 
@@ -139,8 +141,8 @@ def decode(role: str, tokens) -> Decoded:
     for word in words:
         total += len(word)
         ends.append(total)
-    whole = b"".join(words)
-    return Decoded(whole.decode(), whole, np.array(ends, np.int64))
+    joined = b"".join(words)
+    return Decoded(joined.decode(), joined, np.array(ends, np.int64))
 
 
 def measure(package: Path, run: Path, *options: str) -> tuple[float, float, float]:
@@ -154,17 +156,17 @@ def measure(package: Path, run: Path, *options: str) -> tuple[float, float, floa
     return seconds, peak, size
 
 
-def named(what: str, found: tuple[float, float, float]) -> dict[str, float]:
-    return {f"{what}: {name}": value for name, value in zip(("CPU s", "peak MB", "MB"), found, strict=True)}
+def named(what: str, figures: tuple[float, float, float]) -> dict[str, float]:
+    return {f"{what}: {name}": value for name, value in zip(("CPU s", "peak MB", "MB"), figures, strict=True)}
 
 
 def look(page: Path, profile: Path) -> dict[str, float]:
     """Opens the page of all rollouts. -> seconds until its first rollouts and curves are there, and of a filter."""
     with Browser(profile) as browser:
-        before = cpu_seconds([browser.process])
+        cpu_before = cpu_seconds([browser.process])
         opened = browser.open(page)
         shown = browser.run('return document.querySelectorAll("#rollout-page > .sample").length;')
-        spent = cpu_seconds([browser.process]) - before
+        spent = cpu_seconds([browser.process]) - cpu_before
         filtered = browser.run(
             """
           const start = performance.now();

@@ -128,13 +128,13 @@ def generate_recorded(
     model: PreTrainedModel, prompts: list[list[int]], recordings: list[list[int]], batch: int
 ) -> list[list[int]]:
     """Runs transformers' generate over the prompts, `batch` at a time, and returns what it generated."""
-    out = []
+    completions = []
     for start in range(0, len(prompts), batch):
         part, recorded = prompts[start : start + batch], recordings[start : start + batch]
         width = max(map(len, part))
         tokens = torch.tensor([[0] * (width - len(p)) + p for p in part])
         seen = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in part])
-        made = model.generate(
+        generated = model.generate(
             tokens,
             attention_mask=seen,
             do_sample=False,
@@ -144,8 +144,8 @@ def generate_recorded(
             pad_token_id=0,
             logits_processor=LogitsProcessorList([Recorded(recorded, width)]),
         )
-        out += [row[width : width + len(r)].tolist() for row, r in zip(made, recorded, strict=True)]
-    return out
+        completions += [row[width : width + len(r)].tolist() for row, r in zip(generated, recorded, strict=True)]
+    return completions
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -190,8 +190,8 @@ def embedded_figures(args: argparse.Namespace) -> dict[str, float]:
     ):
         with tempfile.TemporaryDirectory() as folder:
             write_model(Path(folder), args.preset, eos_share)
-            found = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
-        metrics |= {f"{kind}/{name}": value for name, value in found.items()}
+            figures = compare(Path(folder), prompts, Sampling(max_tokens=tokens), batches=batches, rounds=args.rounds)
+        metrics |= {f"{kind}/{name}": value for name, value in figures.items()}
     return metrics
 
 
@@ -201,10 +201,10 @@ def vllm_figures(args: argparse.Namespace) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder) / "model", VLLM_PRESET, 3 / args.max_tokens)
         model = Path(folder) / "model"
-        found = served.compare(
+        figures = served.compare(
             Path(folder), model, prompts, sampling, python=str(args.python), rounds=args.rounds, eos=EOS
         )
-    return {f"vllm/{name}": value for name, value in found.items()}
+    return {f"vllm/{name}": value for name, value in figures.items()}
 
 
 def main() -> None:

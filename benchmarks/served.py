@@ -48,8 +48,8 @@ def open_pool(
     tandem: dict[str, Any] = {} if boundaries is None else {"junior": model, "tokenizer": model}
     facts = ModelFacts(ends=frozenset({eos}), boundaries=boundaries)
 
-    def connect(found: Listing) -> VllmServer:
-        return VllmServer(found.url, token, settings, 60.0, facts)
+    def connect(listing: Listing) -> VllmServer:
+        return VllmServer(listing.url, token, settings, 60.0, facts)
 
     registry = ServerRegistry(directory / "engines")
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def open_pool(
             url = f"http://{settings.host}:{port}"
             listing = Listing(role=ROLE, replica=replica, url=url, incarnation=f"start {replica}", log=str(log))
             process.wait_until(connect(listing).ready, START_S)
-            stack.enter_context(Announcement(registry, listing, alive=lambda own=process: own.ended() is None))
+            stack.enter_context(Announcement(registry, listing, alive=lambda process=process: process.ended() is None))
         assert process is not None
         pool = Pool(ROLE, settings, registry, connect, fixed=True)
         yield pool, process.pid
@@ -126,30 +126,30 @@ def compare(
     """
     settings = Vllm(python=python, max_batch=MAX_BATCH, wait_s=60.0)
     offline = Offline(model, settings, directory / "offline.log")
-    found: list[dict[str, float]] = []
+    rows: list[dict[str, float]] = []
     with contextlib.closing(offline), open_pool(directory, model, settings, eos) as (pool, server):
         for number in range(rounds + 1):
             drawn = replace(sampling, seed=number)
-            here, before, start = time.process_time(), common.cpu_seconds([server]), time.perf_counter()
+            client_cpu, server_cpu, start = time.process_time(), common.cpu_seconds([server]), time.perf_counter()
             groups = complete(pool, prompts, drawn)
-            seconds, here = time.perf_counter() - start, time.process_time() - here
-            spent = common.cpu_seconds([server]) - before + here
+            seconds, client_cpu = time.perf_counter() - start, time.process_time() - client_cpu
+            spent = common.cpu_seconds([server]) - server_cpu + client_cpu
             tokens = sum(len(completion.tokens) for group in groups for completion in group)
             row = {
                 "pool_tokens_per_s": tokens / seconds,
                 "pool_tokens_per_cpu_s": tokens / spent,
-                "pool_client_share": here / spent,
+                "pool_client_share": client_cpu / spent,
             }
-            before = common.cpu_seconds([offline.pid])
+            server_cpu = common.cpu_seconds([offline.pid])
             answer = offline.round(prompts, drawn, eos)
-            spent = common.cpu_seconds([offline.pid]) - before
+            spent = common.cpu_seconds([offline.pid]) - server_cpu
             row |= {
                 "offline_tokens_per_s": answer["tokens"] / answer["seconds"],
                 "offline_tokens_per_cpu_s": answer["tokens"] / spent,
             }
             if number:  # the first warms up
-                found.append(row)
-    out = {name: statistics.median(row[name] for row in found) for name in found[0]}
+                rows.append(row)
+    medians = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     for name, per in (("ratio", "tokens_per_s"), ("ratio_cpu", "tokens_per_cpu_s")):
-        out[name] = statistics.median(row[f"pool_{per}"] / row[f"offline_{per}"] for row in found)
-    return out
+        medians[name] = statistics.median(row[f"pool_{per}"] / row[f"offline_{per}"] for row in rows)
+    return medians

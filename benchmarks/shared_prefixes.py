@@ -52,24 +52,24 @@ LIMITS = {"few-shot/ratio": 0.35, "equal/ratio": 0.7, "short/ratio": 1.05}
 
 def rollouts(workload: str, vocab: int) -> list[Rollout]:
     """Returns groups of GROUP samples of random tokens."""
-    draw, out = np.random.default_rng(0), []
+    draw, samples = np.random.default_rng(0), []
     groups, prompts, answers = WORKLOADS[workload]
     for number in range(groups):
         prompt = draw.integers(0, vocab, draw.integers(*prompts))
         for _ in range(GROUP):
             tokens = np.concatenate([prompt, draw.integers(0, vocab, draw.integers(*answers))])
-            own = len(tokens) - len(prompt)
-            out.append(
+            length = len(tokens) - len(prompt)
+            samples.append(
                 Rollout(
                     role="model",
                     group=str(number),
                     tokens=tokens,
                     logprobs=np.full(len(tokens), -10.0, np.float32),
-                    spans=spans_of((len(prompt), Author.ENVIRONMENT, NO_VERSION), (own, Author.POLICY, 0)),
+                    spans=spans_of((len(prompt), Author.ENVIRONMENT, NO_VERSION), (length, Author.POLICY, 0)),
                     advantages=float(draw.standard_normal()),
                 )
             )
-    return out
+    return samples
 
 
 def make_policy(path: str, args: argparse.Namespace) -> MegatronPolicy:
@@ -88,22 +88,22 @@ def measure(policy: MegatronPolicy, samples: list[Rollout], rounds: int) -> dict
     """Returns the CPU-seconds of both forms, their ratio, and by how much their results differ."""
     trainee = Trainee(policy=policy, loss=PolicyLoss(policy.role.loss))
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    found: dict[bool, dict[str, float]] = {}
+    metrics: dict[bool, dict[str, float]] = {}
     for _ in range(1 + rounds):
         for shared in seconds:
             policy.role = replace(policy.role, shared_prefixes=shared)
             start = time.process_time()
-            found[shared] = update(World(), trainee, samples)
+            metrics[shared] = update(World(), trainee, samples)
             seconds[shared].append(time.process_time() - start)
-    once, whole = (min(seconds[shared][1:]) for shared in (True, False))  # the first round is to warm up
-    apart = [abs(found[True][name] / found[False][name] - 1) for name in ("loss", "grad_norm")]
+    once, repeated = (min(seconds[shared][1:]) for shared in (True, False))  # the first round is to warm up
+    apart = [abs(metrics[True][name] / metrics[False][name] - 1) for name in ("loss", "grad_norm")]
     return {
-        "packed_tokens": found[True]["packed_tokens"],
-        "shared_tokens": found[True]["shared_tokens"],
-        "trained_tokens": found[True]["trained_tokens"],
-        "repeated_cpu_s": whole,
+        "packed_tokens": metrics[True]["packed_tokens"],
+        "shared_tokens": metrics[True]["shared_tokens"],
+        "trained_tokens": metrics[True]["trained_tokens"],
+        "repeated_cpu_s": repeated,
         "shared_cpu_s": once,
-        "ratio": once / whole,
+        "ratio": once / repeated,
         "loss_apart": apart[0],
         "grad_norm_apart": apart[1],
     }
@@ -127,8 +127,8 @@ def main() -> None:
             LlamaForCausalLM(LlamaConfig(**SMOLLM2)).save_pretrained(Path(folder))
         policy = make_policy(args.model or folder, args)
         for workload in args.workloads:
-            found = measure(policy, rollouts(workload, policy.arch.vocab), args.rounds)
-            metrics |= {f"{workload}/{name}": value for name, value in found.items()}
+            figures = measure(policy, rollouts(workload, policy.arch.vocab), args.rounds)
+            metrics |= {f"{workload}/{name}": value for name, value in figures.items()}
     dist.destroy_process_group()
     limits = {name: limit for name, limit in LIMITS.items() if name in metrics}
     common.finish(metrics, {}, args, limits=limits)

@@ -101,19 +101,21 @@ class Soak:
 
 def main() -> None:
     args = _arguments()
-    out = args.out.resolve()
-    _enter_namespace(out, args.disk_mib)
-    runs.write_models(out / "models")
+    folder = args.out.resolve()
+    _enter_namespace(folder, args.disk_mib)
+    runs.write_models(folder / "models")
     results: dict[str, dict[str, Any]] = {}
     for name in args.runs.split(","):
-        file, iterations = out / f"{name}.json", max(runs.CYCLE, args.iterations // 2)
-        told = json.loads(file.read_text()) if file.exists() else {}
-        asked = {"iterations": iterations} | {each: getattr(args, each) for each in ("seed", "kills", "fills", "share")}
-        if told.get("asked") != asked:
-            told = {"asked": asked} | _one(name, iterations, out, args)
-            file.write_text(json.dumps(told, indent=1) + "\n")
-        results[name] = told
-    metrics, limits = _figures(results, out)
+        file, iterations = folder / f"{name}.json", max(runs.CYCLE, args.iterations // 2)
+        summary = json.loads(file.read_text()) if file.exists() else {}
+        request = {"iterations": iterations} | {
+            option: getattr(args, option) for option in ("seed", "kills", "fills", "share")
+        }
+        if summary.get("asked") != request:
+            summary = {"asked": request} | _one(name, iterations, folder, args)
+            file.write_text(json.dumps(summary, indent=1) + "\n")
+        results[name] = summary
+    metrics, limits = _figures(results, folder)
     common.finish(metrics, {}, args, limits=limits)
 
 
@@ -133,65 +135,70 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _enter_namespace(out: Path, disk_mib: int) -> None:
+def _enter_namespace(folder: Path, disk_mib: int) -> None:
     """Starts this program anew with a /dev/shm and a disk that nobody else has, where that can be had."""
-    (out / "disk").mkdir(parents=True, exist_ok=True)
+    (folder / "disk").mkdir(parents=True, exist_ok=True)
     if INSIDE in os.environ or os.geteuid() or shutil.which("unshare") is None:
         return
     mount = f'mount -t tmpfs soak {SHM} && mount -t tmpfs -o size={disk_mib}m soak "$0"'
     words = ["unshare", "--mount", "sh", "-c"]
-    if subprocess.run([*words, mount, out / "disk"], capture_output=True, check=False).returncode:
+    if subprocess.run([*words, mount, folder / "disk"], capture_output=True, check=False).returncode:
         return
     again = [sys.executable, str(Path(__file__)), *sys.argv[1:]]
-    os.execvpe("unshare", [*words, f'{mount} && exec "$@"', str(out / "disk"), *again], os.environ | {INSIDE: "1"})
+    os.execvpe("unshare", [*words, f'{mount} && exec "$@"', str(folder / "disk"), *again], os.environ | {INSIDE: "1"})
 
 
-def _one(name: str, iterations: int, out: Path, args: argparse.Namespace) -> dict[str, Any]:
+def _one(name: str, iterations: int, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Does one of the runs. Returns what is told of it, as JSON values."""
-    soak = _opened(name, iterations, out, args)
-    before = set(watch.names_in(*soak.folders))
-    told = Told()
+    soak = _opened(name, iterations, folder, args)
+    names_before = set(watch.names_in(*soak.folders))
+    report = Told()
     start = time.monotonic()
     try:
-        _until_done(soak, _plan(soak, args), told)
+        _until_done(soak, _plan(soak, args), report)
     finally:
-        told.seconds = time.monotonic() - start
+        report.seconds = time.monotonic() - start
         for process in watch.marked(soak.world.mark):  # also where the soak itself is interrupted
             with contextlib.suppress(psutil.Error):
                 process.kill()
         _keep(soak)
-    left = sorted(set(watch.names_in(*soak.folders)) - before)
+    remaining = sorted(set(watch.names_in(*soak.folders)) - names_before)
     samples = watch.read_samples(soak.out / f"{name}_samples.jsonl")
-    wrote = [json.loads(line)["kind"] for f in (out / "faults").glob("*.jsonl") for line in f.read_text().splitlines()]
+    wrote = [
+        json.loads(line)["kind"] for f in (folder / "faults").glob("*.jsonl") for line in f.read_text().splitlines()
+    ]
     return {
-        "iterations": iterations, "starts": told.starts, "unplanned": told.unplanned, "unmade": told.unmade,
-        "outlived": told.outlived, "seconds": round(told.seconds, 1), "struck": dict(told.struck),
-        "answers": dict(Counter(wrote)) if name == "served" else {}, "left": left,
+        "iterations": iterations, "starts": report.starts, "unplanned": report.unplanned, "unmade": report.unmade,
+        "outlived": report.outlived, "seconds": round(report.seconds, 1), "struck": dict(report.struck),
+        "answers": dict(Counter(wrote)) if name == "served" else {}, "left": remaining,
         "half_written": watch.half_written(soak.run), "lost_prompts": _prompts_lost(soak.run, iterations),
         "lies_believed": _lies(soak.run) if name == "served" else 0, "models": _digests(soak.run),
         "slopes": watch.plain(watch.slopes(samples, iterations)),
     }  # fmt: skip
 
 
-def _opened(name: str, iterations: int, out: Path, args: argparse.Namespace) -> Soak:
+def _opened(name: str, iterations: int, target: Path, args: argparse.Namespace) -> Soak:
     """Makes the places of a run, and the environment that all its processes have."""
-    own = {each: out / each for each in ("tmp", "faults")}
-    for folder in own.values():
+    folders = {part: target / part for part in ("tmp", "faults")}
+    for folder in folders.values():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-    (out / f"{name}_samples.jsonl").unlink(missing_ok=True)
-    shutil.rmtree(out / "disk" / name, ignore_errors=True)
+    (target / f"{name}_samples.jsonl").unlink(missing_ok=True)
+    shutil.rmtree(target / "disk" / name, ignore_errors=True)
     rng = random.Random(f"{args.seed}:{name}")
     world = World(
-        mark=uuid.uuid4().hex, disk=out / "disk", own_disk=INSIDE in os.environ, clock=out / "clock", rng=rng
+        mark=uuid.uuid4().hex, disk=target / "disk", own_disk=INSIDE in os.environ, clock=target / "clock", rng=rng
     )  # fmt: skip
     faults.set_clock(world.clock, 0.0)
     path = [str(ROOT), str(ROOT / "tests/helpers"), str(runs.SITE)]
     environment = os.environ | {
-        watch.MARK: world.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path), "TMPDIR": str(own["tmp"]),
-        "SOAK_CLOCK": str(world.clock), "SOAK_FAULTS": str(own["faults"]), "SOAK_SHARE": str(args.share),
+        watch.MARK: world.mark, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path),
+        "TMPDIR": str(folders["tmp"]), "SOAK_CLOCK": str(world.clock), "SOAK_FAULTS": str(folders["faults"]),
+        "SOAK_SHARE": str(args.share),
     }  # fmt: skip
-    return Soak(name=name, iterations=iterations, out=out, disk=out / "disk", world=world, environment=environment)
+    return Soak(
+        name=name, iterations=iterations, out=target, disk=target / "disk", world=world, environment=environment
+    )
 
 
 def _plan(soak: Soak, args: argparse.Namespace) -> list[Fault]:
@@ -213,33 +220,33 @@ def _plan(soak: Soak, args: argparse.Namespace) -> list[Fault]:
     return [*early, *late, Fault(int((LATE + 0.12) * iterations), "all")]
 
 
-def _until_done(soak: Soak, planned: list[Fault], told: Told) -> None:
+def _until_done(soak: Soak, planned: list[Fault], report: Told) -> None:
     """Starts the run again and again until it is done. Raises RuntimeError where it does not come to its end."""
     python = runs.write_python(soak.out / "python") if soak.name == "served" else None
     config = runs.settings(soak.out / "models", soak.disk, soak.name, soak.iterations, python=python)
     file = runs.write_settings(soak.out / f"{soak.name}.yaml", config)
     watched = watch.Watch(soak.out / f"{soak.name}_samples.jsonl", alone=python is not None)
     while True:
-        told.starts += 1
+        report.starts += 1
         watched.begin()
         with _started(soak, file) as launcher:
-            ended_by_fault = _attend(soak, launcher, watched, planned, told)
+            ended_by_fault = _attend(soak, launcher, watched, planned, report)
         for process in watch.gone(soak.world.mark, END_S):
-            told.outlived += 1
+            report.outlived += 1
             print(f"{soak.name}: outlived its launcher: {watch.words(process)}", file=sys.stderr, flush=True)
             process.kill()
         if launcher.returncode == 0:
-            told.unmade = len(planned)
+            report.unmade = len(planned)
             return
         if not ended_by_fault:
-            told.unplanned += 1
+            report.unplanned += 1
             print(f"{soak.name}: ended with status {launcher.returncode}, by no fault", file=sys.stderr, flush=True)
-        if told.unplanned > UNPLANNED:
-            raise RuntimeError(f"{soak.name} ended {told.unplanned} times without a fault: see {_log(soak)}")
+        if report.unplanned > UNPLANNED:
+            raise RuntimeError(f"{soak.name} ended {report.unplanned} times without a fault: see {_log(soak)}")
 
 
 def _attend(
-    soak: Soak, launcher: psutil.Popen, watched: watch.Watch, planned: list[Fault], told: Told
+    soak: Soak, launcher: psutil.Popen, watched: watch.Watch, planned: list[Fault], report: Told
 ) -> bool:  # fmt: skip
     """Watches one start of a run to its end and makes the faults that are due. Returns whether one of them ended it."""
     expected, most, since = False, -1, time.monotonic()
@@ -257,7 +264,7 @@ def _attend(
             if faults.strike(fault, soak.world, watched, launcher, soak.run):
                 del planned[0]
                 _say(soak, f"iteration {iteration}: {fault.kind}")
-                told.struck[fault.kind] += 1
+                report.struck[fault.kind] += 1
                 expected = fault.kind in faults.ENDS
         time.sleep(LOOK_S)
     return expected
@@ -319,38 +326,39 @@ def _lies(run: Path) -> int:
             for start, end, author, *_ in rollout.spans.tolist():
                 if author == POLICY_WROTE:
                     pairs = zip(rollout.tokens[start:end].tolist(), rollout.logprobs[start:end].tolist(), strict=True)
-                    wrong += sum(told != -token / 128 for token, told in pairs)
+                    wrong += sum(logprob != -token / 128 for token, logprob in pairs)
     return wrong
 
 
 def _digests(run: Path) -> dict[str, str]:
-    found = sorted((run / "models").glob("*/model*.safetensors"))
-    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in found}
+    paths = sorted((run / "models").glob("*/model*.safetensors"))
+    return {f"{path.parent.name}/{path.name}": hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
 
 
-def _figures(results: dict[str, dict[str, Any]], out: Path) -> tuple[dict[str, float], dict[str, float]]:
+def _figures(results: dict[str, dict[str, Any]], folder: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Returns the metrics, and the bars that they must not be above."""
     metrics: dict[str, float] = {}
     limits: dict[str, float] = {}
-    for name, told in results.items():
-        metrics |= {f"{name}: iterations": told["iterations"], f"{name}: seconds": told["seconds"]}
-        metrics |= {f"{name}: starts": told["starts"]} if name != "calm" else {}
-        metrics |= {f"{name}: {kind} struck": count for kind, count in sorted(told["struck"].items())}
-        metrics |= {f"{name}: answers, {kind}": count for kind, count in sorted(told["answers"].items())}
+    for name, summary in results.items():
+        metrics |= {f"{name}: iterations": summary["iterations"], f"{name}: seconds": summary["seconds"]}
+        metrics |= {f"{name}: starts": summary["starts"]} if name != "calm" else {}
+        metrics |= {f"{name}: {kind} struck": count for kind, count in sorted(summary["struck"].items())}
+        metrics |= {f"{name}: answers, {kind}": count for kind, count in sorted(summary["answers"].items())}
         zero = {
-            "ends that no fault explains": told["unplanned"], "lost prompts": told["lost_prompts"],
-            "left: processes": told["outlived"], "left: /dev/shm, temporary files": len(told["left"]),
-            "left: half-written files": len(told["half_written"]), "faults that could not be made": told["unmade"],
+            "ends that no fault explains": summary["unplanned"], "lost prompts": summary["lost_prompts"],
+            "left: processes": summary["outlived"], "left: /dev/shm, temporary files": len(summary["left"]),
+            "left: half-written files": len(summary["half_written"]),
+            "faults that could not be made": summary["unmade"],
         }  # fmt: skip
-        zero |= {"lies believed": told["lies_believed"]} if name == "served" else {}
+        zero |= {"lies believed": summary["lies_believed"]} if name == "served" else {}
         for what, value in zero.items():
             metrics[f"{name}: {what}"], limits[f"{name}: {what}"] = value, 0.0
-        for process, slope in sorted(told["slopes"].items()):
+        for process, slope in sorted(summary["slopes"].items()):
             for unit, value in (("KiB", slope["kib"]), *((u, slope[u]) for u in ("descriptors", "threads"))):
                 metric = f"{name}: {process}, {unit} {'an iteration' if unit == 'KiB' else 'in 1,000 iterations'}"
                 metrics[metric], limits[metric] = value, BARS[unit]
     if {"calm", "struck"} <= results.keys():
-        lines = _differing(out / "kept/calm", out / "kept/struck")
+        lines = _differing(folder / "kept/calm", folder / "kept/struck")
         models = sum(results["calm"]["models"].get(n) != d for n, d in results["struck"]["models"].items())
         models += len(results["calm"]["models"].keys() - results["struck"]["models"].keys())
         for what, value in (("differing lines", lines), ("differing model files", models)):
@@ -358,9 +366,9 @@ def _figures(results: dict[str, dict[str, Any]], out: Path) -> tuple[dict[str, f
     return metrics, limits
 
 
-def _differing(one: Path, other: Path) -> int:
+def _differing(calm: Path, struck: Path) -> int:
     """Returns the number of metric lines that two runs do not share, times aside."""
-    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (one, other))
+    first, second = ([(r.iteration, r.cycle, r.scope, r.metrics) for r in read_metrics(run)] for run in (calm, struck))
     return sum(a != b for a, b in zip(first, second, strict=False)) + abs(len(first) - len(second))
 
 

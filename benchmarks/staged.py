@@ -151,23 +151,23 @@ def staged_rounds(
     pool: Pool, trainer: Trainer, expected: list[list[Completion]], prompts: list[list[int]], rounds: int
 ) -> dict[str, float]:
     """Gives the servers weights 1 and 2 in turn while they generate. `expected`: the completions of either weights."""
-    found: list[dict[str, float]] = []
+    refits: list[dict[str, float]] = []
     same = total = 0
     for version in range(pool.version + 1, pool.version + 2 + rounds):
         trainer.draw(2 - version % 2)
         with Stream(pool, prompts) as stream:
             wait(lambda seen=stream.found: len(seen) > 1)
-            found.append(trainer.refit(pool, version))
+            refits.append(trainer.refit(pool, version))
             wait(lambda seen=stream.found, v=version: seen[-1][1].versions == [(0, v)])
         for i, completion in stream.found:
             a, b = tokens_as_expected(completion, i, expected)
             same, total = same + a, total + b
-    found = found[1:]  # the first one measures the links and allocates
+    refits = refits[1:]  # the first one measures the links and allocates
     transfer, pause = (
-        statistics.median(one[f"refit/{name}"] for one in found) for name in ("seconds", "pause_seconds")
+        statistics.median(refit[f"refit/{name}"] for refit in refits) for name in ("seconds", "pause_seconds")
     )
     return {
-        "gigabytes": found[0]["refit/gigabytes"], "transfer_s": transfer, "pause_s": pause,
+        "gigabytes": refits[0]["refit/gigabytes"], "transfer_s": transfer, "pause_s": pause,
         "pause_of_transfer": pause / transfer, "unchanged_tokens": same / total, "tokens": float(total),
     }  # fmt: skip
 
@@ -177,9 +177,9 @@ def tokens_as_expected(completion: Completion, i: int, expected: list[list[Compl
     version wrote before any staging, bit for bit with their log-probs; number of all such tokens).
     """
     (_, version), *later = completion.versions
-    length, wanted = later[0][0] if later else len(completion.tokens), expected[1 - version % 2][i]
-    equal = (completion.tokens[:length] == wanted.tokens[:length]) & (
-        completion.logprobs[:length] == wanted.logprobs[:length]
+    length, wanted_completion = later[0][0] if later else len(completion.tokens), expected[1 - version % 2][i]
+    equal = (completion.tokens[:length] == wanted_completion.tokens[:length]) & (
+        completion.logprobs[:length] == wanted_completion.logprobs[:length]
     )
     return int(equal.sum()), length
 
@@ -190,14 +190,14 @@ def killed(
     """Kills a server between staging and swap while both servers generate."""
     version = pool.version + 1
     trainer.draw(2 - version % 2)
-    with Stream(pool, prompts) as one, Stream(pool, prompts) as other:
-        wait(lambda: all(len(stream.found) > 1 for stream in (one, other)))
+    with Stream(pool, prompts) as first, Stream(pool, prompts) as second:
+        wait(lambda: all(len(stream.found) > 1 for stream in (first, second)))
         trainer.refit(pool, version, lambda: os.killpg(victim, signal.SIGKILL))
-        wait(lambda: all(stream.found[-1][1].versions == [(0, version)] for stream in (one, other)))
-    counts = [tokens_as_expected(c, i, expected) for stream in (one, other) for i, c in stream.found]
-    asked, answered = (sum(getattr(s, name) for s in (one, other)) for name in ("asked", "answered"))
+        wait(lambda: all(stream.found[-1][1].versions == [(0, version)] for stream in (first, second)))
+    counts = [tokens_as_expected(c, i, expected) for stream in (first, second) for i, c in stream.found]
+    prompts_asked, answered = (sum(getattr(s, name) for s in (first, second)) for name in ("asked", "answered"))
     assert all(same for same, _ in counts[-2:]), "the server that is left has other weights"
-    return {"answered_after_kill": answered / asked, "servers_after_kill": float(len(pool.members.serving()))}
+    return {"answered_after_kill": answered / prompts_asked, "servers_after_kill": float(len(pool.members.serving()))}
 
 
 def wait(condition: Callable[[], object]) -> None:

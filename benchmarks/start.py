@@ -37,13 +37,13 @@ def main() -> None:
     common.add_arguments(parser)
     args = parser.parse_args()
     places = {"": ROOT} | ({"before/": args.against.resolve()} if args.against else {})
-    found: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for number in range(args.rounds + 1):
         for label, place in places.items():
             for name, value in measure(place, args.models.resolve()).items():
                 if number:  # the first round reads the files
-                    found.setdefault(label + name, []).append(value)
-    metrics = {name: statistics.median(values) for name, values in sorted(found.items())}
+                    samples.setdefault(label + name, []).append(value)
+    metrics = {name: statistics.median(values) for name, values in sorted(samples.items())}
     for name in [name for name in metrics if f"before/{name}" in metrics and metrics[name]]:
         metrics[f"ratio/{name}"] = metrics[f"before/{name}"] / metrics[name]
     common.finish(metrics, {}, args, limits=LIMITS)
@@ -72,9 +72,9 @@ def _command(place: Path, words: list[str]) -> dict[str, object]:
 
 def _whole(place: Path, words: list[str]) -> dict[str, float]:
     """Runs a command to its end. -> seconds by the clock and of CPU"""
-    start, before = time.monotonic(), _cpu_s()
+    start, cpu_before = time.monotonic(), _cpu_s()
     subprocess.run(**_command(place, words), check=True, stdout=subprocess.DEVNULL)  # type: ignore[call-overload]
-    return {"s": time.monotonic() - start, "cpu_s": _cpu_s() - before}
+    return {"s": time.monotonic() - start, "cpu_s": _cpu_s() - cpu_before}
 
 
 def _run(place: Path, settings: list[str]) -> dict[str, float]:
@@ -99,7 +99,7 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         shutil.rmtree(directory, ignore_errors=True)
-    silences = [after - earlier for earlier, after in zip([0.0, *moments], moments, strict=False)]
+    silences = [later - earlier for earlier, later in zip([0.0, *moments], moments, strict=False)]
     return {
         "first_line_s": moments[0],
         "first_iteration_s": moments[-1],
@@ -111,8 +111,8 @@ def _run(place: Path, settings: list[str]) -> dict[str, float]:
 def _tree_cpu_s(pid: int) -> float:
     """Returns the CPU seconds of a process and of all below it, so far."""
     process = psutil.Process(pid)
-    times = [one.cpu_times() for one in (process, *process.children(recursive=True))]
-    return sum(one.user + one.system + one.children_user + one.children_system for one in times)
+    times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
+    return sum(t.user + t.system + t.children_user + t.children_system for t in times)
 
 
 def _cpu_s() -> float:

@@ -39,11 +39,11 @@ def rollouts(count: int, length: int, *, steps: bool) -> list[Rollout]:
     draw = np.random.default_rng(0)
     spans = spans_of((PROMPT, Author.ENVIRONMENT, -1), (length - PROMPT, Author.POLICY, 3))
     ends = np.arange(PROMPT + STEP_TOKENS, length + 1, STEP_TOKENS)
-    out = []
+    samples = []
     for place in range(count):
         annotations = {STEP: Annotations(np.stack([ends - STEP_TOKENS, ends], axis=1), draw.normal(size=len(ends)))}
         per_token = draw.normal(size=length // STEP_TOKENS + 1).astype(np.float32).repeat(STEP_TOKENS)[:length]
-        out.append(
+        samples.append(
             Rollout(
                 role="generator",
                 group=f"{place // GROUP}:problem",
@@ -56,7 +56,7 @@ def rollouts(count: int, length: int, *, steps: bool) -> list[Rollout]:
                 advantages=per_token if steps else float(draw.normal()),
             )
         )
-    return out
+    return samples
 
 
 def measured(call: Callable[[], Any]) -> tuple[Any, float, float]:
@@ -65,18 +65,18 @@ def measured(call: Callable[[], Any]) -> tuple[Any, float, float]:
     return call(), time.process_time() - cpu, time.perf_counter() - wall
 
 
-def written_ahead(path: Path, samples: list[Completion], prompts: list[np.ndarray], *, known: bool) -> float:
+def written_ahead(path: Path, samples: list[Completion], prompts: list[np.ndarray], *, stored: bool) -> float:
     """Asks for samples as a session does, GROUP for each prompt. Those that the file has not are added one by one.
     Returns the greatest number of seconds for which one of them waited."""
     file, sampling, longest = LogFile(path, "same"), Sampling(max_tokens=1, n=GROUP, seed=1), 0.0
     log = file.samples("generator")
     for key, prompt in enumerate(prompts):
-        address, found = log.known(key, prompt, sampling)
-        assert len(found) == (GROUP if known else 0)
+        address, completions = log.known(key, prompt, sampling)
+        assert len(completions) == (GROUP if stored else 0)
         for j in range(GROUP):
             start = time.perf_counter()
-            if known:
-                assert found[j].logprobs.tobytes() == samples[key * GROUP + j].logprobs.tobytes()
+            if stored:
+                assert completions[j].logprobs.tobytes() == samples[key * GROUP + j].logprobs.tobytes()
             else:
                 log.add([(address, j, samples[key * GROUP + j])])
             longest = max(longest, time.perf_counter() - start)
@@ -84,18 +84,18 @@ def written_ahead(path: Path, samples: list[Completion], prompts: list[np.ndarra
     return longest
 
 
-def measured_ahead(directory: Path, made: list[Rollout]) -> dict[str, float]:
+def measured_ahead(directory: Path, recorded: list[Rollout]) -> dict[str, float]:
     """Returns the figures of the write-ahead file for the samples of an iteration."""
-    made = made[: len(made) // GROUP * GROUP]
+    recorded = recorded[: len(recorded) // GROUP * GROUP]
     samples = [
         Completion(tokens=r.tokens[PROMPT:], logprobs=r.logprobs[PROMPT:], stop=Stop.EOS, versions=[(0, 3)])
-        for r in made
+        for r in recorded
     ]
-    prompts = [r.tokens[:PROMPT] for r in made[::GROUP]]
-    millions, path = sum(len(one.tokens) for one in samples) / 1e6, directory / "iteration_000000.ahead"
-    longest, write_cpu, write_wall = measured(lambda: written_ahead(path, samples, prompts, known=False))
+    prompts = [r.tokens[:PROMPT] for r in recorded[::GROUP]]
+    millions, path = sum(len(sample.tokens) for sample in samples) / 1e6, directory / "iteration_000000.ahead"
+    longest, write_cpu, write_wall = measured(lambda: written_ahead(path, samples, prompts, stored=False))
     size = path.stat().st_size
-    _, read_cpu, _ = measured(lambda: written_ahead(path, samples, prompts, known=True))
+    _, read_cpu, _ = measured(lambda: written_ahead(path, samples, prompts, stored=True))
     return {
         "ahead/share": write_cpu / (millions * 1e6 / TOKENS_PER_S),
         "ahead/wall_share": write_wall / (millions * 1e6 / TOKENS_PER_S),
@@ -125,12 +125,12 @@ def main() -> None:
             path, write_cpu, write_wall = measured(
                 lambda store=store, collected=collected: store.put(ITERATION, collected, {})
             )
-            found, read_cpu, read_wall = measured(lambda store=store: store.get(ITERATION))
+            collected_again, read_cpu, read_wall = measured(lambda store=store: store.get(ITERATION))
             size = os.stat(path).st_size
-            before, after = collected.rollouts["generator"], found[0].rollouts["generator"]
-            assert all(a.tokens.tobytes() == b.tokens.tobytes() for a, b in zip(after, before, strict=True))
+            stored, loaded = collected.rollouts["generator"], collected_again[0].rollouts["generator"]
+            assert all(a.tokens.tobytes() == b.tokens.tobytes() for a, b in zip(loaded, stored, strict=True))
             if not steps:
-                metrics |= measured_ahead(Path(directory), before)
+                metrics |= measured_ahead(Path(directory), stored)
         metrics |= {
             f"{name}/write_s": write_cpu / millions,
             f"{name}/write_wall_s": write_wall / millions,

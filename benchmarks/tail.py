@@ -74,8 +74,8 @@ class Case:
 
     def tokens(self) -> np.ndarray:
         """Returns the lengths [PERMUTATIONS, samples] of the answers of iterations."""
-        each = [lengths(self.mean, self.longest, self.samples, seed=i) for i in range(PERMUTATIONS)]
-        return np.maximum(1, np.round(each)).astype(int)
+        drawn = [lengths(self.mean, self.longest, self.samples, seed=i) for i in range(PERMUTATIONS)]
+        return np.maximum(1, np.round(drawn)).astype(int)
 
     @property
     def train_s(self) -> float:
@@ -121,12 +121,12 @@ class Lengths(Recipe):
     def rollout(self, iteration: Iteration, source: PromptSource, context: RolloutContext) -> dict[str, list[Rollout]]:
         session, prompts = context.session(ROLE), source.take()
         for i, prompt in enumerate(prompts):
-            asked = replace(context.samplings[ROLE], max_tokens=prompt.payload["length"], seed=iteration.number)
-            session.ask(i, prompt.tokens, asked)
-        found = [
+            sampling = replace(context.samplings[ROLE], max_tokens=prompt.payload["length"], seed=iteration.number)
+            session.ask(i, prompt.tokens, sampling)
+        samples = [
             from_completion(prompts[i], answer, role=ROLE, group="all", version=0) for i, [answer] in session.answers()
         ]
-        return {ROLE: [replace(one, rewards={"outcome": float(i % 2)}) for i, one in enumerate(found)]}
+        return {ROLE: [replace(sample, rewards={"outcome": float(i % 2)}) for i, sample in enumerate(samples)]}
 
 
 class Prompts:
@@ -140,10 +140,10 @@ class Prompts:
     def take(self, count: int, fits: Callable[[Prompt], bool], draw: Draw) -> list[Prompt]:
         places = range(self._place, self._place + count)
         self._place += count
-        found = [int(self._lengths[place % len(self._lengths)]) for place in places]
+        drawn = [int(self._lengths[place % len(self._lengths)]) for place in places]
         return [
             Prompt(id=str(place), tokens=[1 + place % 50, 2, 3], payload={"length": length})
-            for place, length in zip(places, found, strict=True)
+            for place, length in zip(places, drawn, strict=True)
         ]
 
     def state_dict(self) -> dict[str, Any]:
@@ -160,11 +160,11 @@ class FormerMaker(RolloutMaker):
     def make(self, iteration: Iteration, recipe_state: State, turn: Turn = nullcontext) -> tuple[Collected, None]:
         with self.change:
             self.change.wait_for(lambda: len(self.complete) == iteration.number)
-        made = super().make(iteration, recipe_state, turn)
+        collected = super().make(iteration, recipe_state, turn)
         with self.change:
             self.complete.append(iteration.number)
             self.change.notify_all()
-        return made
+        return collected
 
 
 def context_of(engine: ServerEngine) -> RolloutContext:
@@ -220,8 +220,8 @@ def run(
             collector.trained()
         collector.close()
     assert members.version == first + warm + count
-    (begin, before), (end, after) = marks[0], marks[-1]
-    busy = (after - before) / (end - begin) / members.limits.places
+    (begin, busy_start), (end, busy_end) = marks[0], marks[-1]
+    busy = (busy_end - busy_start) / (end - begin) / members.limits.places
     return {"rate": count / (end - begin), "idle": 1 - busy, "staleness": fmean(ages)}
 
 
@@ -237,12 +237,12 @@ def fake_run(case: Case, staleness: int, former: bool, count: int) -> dict[str, 
 def simulated(case: Case, staleness: int, former: bool) -> dict[str, float]:
     station = Station(places=case.places, rates=[case.mean / case.mean_s] * (case.places + 1))
     cycle = [
-        SimulatedIteration(samples=[Sample(visits=[(0, float(length))]) for length in own], train_s=case.train_s)
-        for own in case.tokens()
+        SimulatedIteration(samples=[Sample(visits=[(0, float(length))]) for length in drawn], train_s=case.train_s)
+        for drawn in case.tokens()
     ]
-    found = simulate([station], cycle, max_staleness=staleness, one_at_a_time=former)
-    mean = sum(age * share for age, share in enumerate(found.staleness))
-    return {"rate": found.iterations_per_hour / 3600, "idle": found.engines_idle, "staleness": mean}
+    simulation = simulate([station], cycle, max_staleness=staleness, one_at_a_time=former)
+    mean = sum(age * share for age, share in enumerate(simulation.staleness))
+    return {"rate": simulation.iterations_per_hour / 3600, "idle": simulation.engines_idle, "staleness": mean}
 
 
 def fake_figures(speed: float, count: int) -> dict[str, float]:
@@ -250,7 +250,7 @@ def fake_figures(speed: float, count: int) -> dict[str, float]:
     measured iterations."""
     cases = {name: replace(case, mean_s=case.mean_s / speed) for name, case in CASES.items()}
     modes = [("former", 1, True), *((str(k), k, False) for k in STALENESS)]
-    out: dict[str, float] = {}
+    figures: dict[str, float] = {}
     with ThreadPoolExecutor(len(cases) * len(modes)) as threads:
         runs = {
             (name, mode): threads.submit(fake_run, case, k, former, count)
@@ -258,19 +258,19 @@ def fake_figures(speed: float, count: int) -> dict[str, float]:
             for mode, k, former in modes
         }
         for name, case in cases.items():
-            found = {mode: runs[name, mode].result() for mode, _, _ in modes}
+            measured = {mode: runs[name, mode].result() for mode, _, _ in modes}
             for mode, k, former in modes:
-                own, model = found[mode], simulated(case, k, former)
-                out |= {
-                    f"{name}/{mode}/iterations_per_s": own["rate"],
-                    f"{name}/{mode}/over_simulated": own["rate"] / model["rate"],
-                    f"{name}/{mode}/over_former": own["rate"] / found["former"]["rate"],
-                    f"{name}/{mode}/idle": own["idle"],
+                measured_here, model = measured[mode], simulated(case, k, former)
+                figures |= {
+                    f"{name}/{mode}/iterations_per_s": measured_here["rate"],
+                    f"{name}/{mode}/over_simulated": measured_here["rate"] / model["rate"],
+                    f"{name}/{mode}/over_former": measured_here["rate"] / measured["former"]["rate"],
+                    f"{name}/{mode}/idle": measured_here["idle"],
                     f"{name}/{mode}/simulated_idle": model["idle"],
-                    f"{name}/{mode}/staleness": own["staleness"],
+                    f"{name}/{mode}/staleness": measured_here["staleness"],
                     f"{name}/{mode}/simulated_staleness": model["staleness"],
                 }
-    return out
+    return figures
 
 
 @contextmanager
@@ -304,7 +304,9 @@ def main() -> None:
         case = replace(HEAVY, mean_s=answer_s(pool, HEAVY))
         former, ahead = (run(pool, case, k, former=k == 1, count=VLLM_COUNT) for k in (1, 2))
     metrics = {
-        f"{mode}/{name}": value for mode, own in (("former", former), ("2", ahead)) for name, value in own.items()
+        f"{mode}/{name}": value
+        for mode, figures in (("former", former), ("2", ahead))
+        for name, value in figures.items()
     }
     metrics["2/busy_over_former"] = (1 - ahead["idle"]) / (1 - former["idle"])
     metrics["answer_s"] = case.mean_s

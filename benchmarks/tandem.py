@@ -66,9 +66,9 @@ def rate(engine: Engine, prompts: list[list[int]], sampling: Sampling, spent: Ca
 def ratios(pairs: list[tuple[Rate, Rate]]) -> dict[str, float]:
     """(alone, tandem) of each round."""
     names = ("tokens_per_s", "tokens_per_cpu_s")
-    out = {f"alone_{n}": statistics.median(alone[i] for alone, _ in pairs) for i, n in enumerate(names)}
-    out |= {f"tandem_{n}": statistics.median(tandem[i] for _, tandem in pairs) for i, n in enumerate(names)}
-    return out | {n: statistics.median(t[i] / a[i] for a, t in pairs) for i, n in enumerate(("ratio", "ratio_cpu"))}
+    figures = {f"alone_{n}": statistics.median(alone[i] for alone, _ in pairs) for i, n in enumerate(names)}
+    figures |= {f"tandem_{n}": statistics.median(tandem[i] for _, tandem in pairs) for i, n in enumerate(names)}
+    return figures | {n: statistics.median(t[i] / a[i] for a, t in pairs) for i, n in enumerate(("ratio", "ratio_cpu"))}
 
 
 def embedded_figures(model: Path, args: argparse.Namespace) -> dict[str, float]:
@@ -86,17 +86,17 @@ def embedded_figures(model: Path, args: argparse.Namespace) -> dict[str, float]:
 def vllm_figures(model: Path, folder: Path, args: argparse.Namespace) -> dict[str, float]:
     prompts = _prompts(args.preset, max(1, args.sequences // args.samples))
     settings = Vllm(python=str(args.python), max_batch=served.MAX_BATCH, wait_s=60.0)
-    found, pairs = functools.cache(functools.partial(boundaries, load_tokenizer(model))), []
+    boundary, pairs = functools.cache(functools.partial(boundaries, load_tokenizer(model))), []
     with contextlib.ExitStack() as stack:
         pools = []
-        for name, own in (("alone", None), ("tandem", found)):
+        for name, closing in (("alone", None), ("tandem", boundary)):
             (folder / name).mkdir()
-            pools.append(stack.enter_context(served.open_pool(folder / name, model, settings, EOS, boundaries=own)))
+            pools.append(stack.enter_context(served.open_pool(folder / name, model, settings, EOS, boundaries=closing)))
         for number in range(args.rounds + 1):
             alone = Sampling(max_tokens=args.max_tokens, n=args.samples, seed=number)
-            asked = (alone, replace(alone, tandem=TandemSampling(rule=Rule())))
+            samplings = (alone, replace(alone, tandem=TandemSampling(rule=Rule())))
             row = []
-            for (pool, server), sampling in zip(pools, asked, strict=True):
+            for (pool, server), sampling in zip(pools, samplings, strict=True):
                 row.append(
                     rate(
                         pool,

@@ -72,11 +72,11 @@ WIDE_BARS = {"equal/ratio": 1.0}  # of smollm2, for lengths of 72, which leave v
 def rollouts(kind: str, count: int, length: int, vocab: int) -> list[Rollout]:
     """Returns `count` random sequences; `length` is the length of all (equal) or the longest allowed (varied)."""
     rng = random.Random(0)
-    out = []
+    samples = []
     for i in range(count):
         prompt = 1 if kind == "equal" else 32
         n = length if kind == "equal" else min(length, prompt + 8 + int(rng.lognormvariate(4.0, 0.8)))
-        out.append(
+        samples.append(
             Rollout(
                 role="model",
                 group=str(i),
@@ -86,7 +86,7 @@ def rollouts(kind: str, count: int, length: int, vocab: int) -> list[Rollout]:
                 advantages=1.0,
             )
         )
-    return out
+    return samples
 
 
 def transformers_step(directory: Path, batch: Batch, rows: int, dtype: str) -> Callable[[], None]:
@@ -214,8 +214,8 @@ def main() -> None:
             metrics[f"{kind}/ratio"] = theirs / seconds
         dist.destroy_process_group()
         if args.layouts:
-            found = by_layout(folder, args, tokens)
-            for name, rate in found.items():
+            rates = by_layout(folder, args, tokens)
+            for name, rate in rates.items():
                 metrics[f"{name}/tokens_per_cpu_s"] = rate
                 metrics[f"{name}/of_one_process"] = rate / metrics["varied/ours_tokens_per_cpu_s"]
                 metrics[f"{name}/of_transformers"] = rate / metrics["varied/transformers_tokens_per_cpu_s"]

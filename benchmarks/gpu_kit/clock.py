@@ -54,9 +54,9 @@ def copy_rate(size: int, *, rounds: int = 10) -> float:
 
 def product_rate(size: int, *, rounds: int = 10) -> float:
     """Returns the operations a second of a bfloat16 product of two random square matrices."""
-    left, right = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
-    out = torch.empty_like(left)
-    return 2 * size**3 / median_seconds(lambda: torch.mm(left, right, out=out), rounds=rounds, warm=3)
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    product = torch.empty_like(a)
+    return 2 * size**3 / median_seconds(lambda: torch.mm(a, b, out=product), rounds=rounds, warm=3)
 
 
 def peak_flops() -> float:

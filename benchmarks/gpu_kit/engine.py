@@ -62,17 +62,17 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
     prompts = draw.integers(0, model.config.vocab_size, (rows, scale.prompt))
 
     def ours(new: int) -> int:
-        made = complete(engine, prompts.tolist(), Sampling(max_tokens=new))
-        return sum(len(one.tokens) for row in made for one in row)
+        rows_made = complete(engine, prompts.tolist(), Sampling(max_tokens=new))
+        return sum(len(completion.tokens) for row in rows_made for completion in row)
 
     def theirs(new: int) -> int:
         tokens = torch.from_numpy(prompts).to("cuda")
-        made = model.generate(
+        generated = model.generate(
             tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=new, use_cache=True
         )
-        return rows * (made.shape[1] - scale.prompt)
+        return rows * (generated.shape[1] - scale.prompt)
 
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, way in (("ours", ours), ("generate", theirs)):
         written: list[int] = []
         with subjects.cudnn_attention(cudnn[name]):
@@ -80,8 +80,8 @@ def _rollout(scale: Scale, directory: Path, rows: int, cudnn: Mapping[str, bool]
             seconds = clock.wall_seconds(lambda way=way, written=written: written.append(way(scale.new)))
         if written != [rows * scale.new]:
             raise RuntimeError(f"{name} wrote {written} tokens in {rows} rows of {scale.new}: rows have ended early")
-        found |= {f"{name}_s": seconds, f"{name}_tokens_per_s": rows * scale.new / seconds}
-    return found | {"times_generate": found["generate_s"] / found["ours_s"]}
+        figures |= {f"{name}_s": seconds, f"{name}_tokens_per_s": rows * scale.new / seconds}
+    return figures | {"times_generate": figures["generate_s"] / figures["ours_s"]}
 
 
 class CountingRecorder(GraphRecorder):
@@ -125,25 +125,27 @@ def varied_rollout(scale: Scale, directory: Path, rows: int) -> dict[str, float]
     prompts = draw.integers(0, engine.arch.vocab, (rows, scale.prompt))
 
     def seconds(most: int) -> float:
-        asked = [Sampling(max_tokens=min(length, most)) for length in lengths]
-        pairs = zip(prompts, asked, strict=True)
+        samplings = [Sampling(max_tokens=min(length, most)) for length in lengths]
+        pairs = zip(prompts, samplings, strict=True)
         rows_asked = [Row(prompt, key, 0, sampling) for key, (prompt, sampling) in enumerate(pairs)]
-        made: list[int] = []
-        taken = clock.wall_seconds(lambda: made.extend(len(one.tokens) for one in engine.generate_rows(rows_asked)))
-        if made != [sampling.max_tokens for sampling in asked]:
-            raise RuntimeError(f"{sum(made)} tokens were written in {rows} rows: rows have ended early")
+        lengths_made: list[int] = []
+        taken = clock.wall_seconds(
+            lambda: lengths_made.extend(len(completion.tokens) for completion in engine.generate_rows(rows_asked))
+        )
+        if lengths_made != [sampling.max_tokens for sampling in samplings]:
+            raise RuntimeError(f"{sum(lengths_made)} tokens were written in {rows} rows: rows have ended early")
         return taken
 
-    found: dict[str, float] = {"tokens": sum(lengths), "longest": max(lengths)}
+    figures: dict[str, float] = {"tokens": sum(lengths), "longest": max(lengths)}
     with subjects.cudnn_attention(False):
         if engine._recorder is not None:
             seconds(16)
             engine._recorder = recorder = CountingRecorder(engine._recorder)
-            found |= {"seconds": seconds(max(lengths)), "captures": recorder.captures, "replays": recorder.replays}
-            found["tokens_per_s"] = sum(lengths) / found["seconds"]
+            figures |= {"seconds": seconds(max(lengths)), "captures": recorder.captures, "replays": recorder.replays}
+            figures["tokens_per_s"] = sum(lengths) / figures["seconds"]
         engine._recorder = None
-        found["without_graphs_tokens_per_s"] = sum(lengths) / seconds(max(lengths))
-    return found
+        figures["without_graphs_tokens_per_s"] = sum(lengths) / seconds(max(lengths))
+    return figures
 
 
 def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
@@ -153,15 +155,15 @@ def _sleep(policy: RandomPolicy, tokens: int) -> dict[str, float]:
     held = memory.training(Actor(shape, Parallel(world=1), Precision.gpu("bfloat16")), load, stage=0)
     clock.wall_seconds(policy.memory.sleep)  # host memory is pinned the first time
     clock.wall_seconds(policy.memory.wake)
-    before = torch.cuda.memory_allocated()
+    at_first = torch.cuda.memory_allocated()
     asleep_s = clock.wall_seconds(policy.memory.sleep)
-    freed = before - torch.cuda.memory_allocated()
+    freed = at_first - torch.cuda.memory_allocated()
     awake_s = clock.wall_seconds(policy.memory.wake)
     return {
         "said_gib": (held.gradients + held.optimizer) / 2**30,
         "freed_gib": freed / 2**30,
         "frees_of_said": freed / (held.gradients + held.optimizer),
-        "back_of_held": torch.cuda.memory_allocated() / before,
+        "back_of_held": torch.cuda.memory_allocated() / at_first,
         "sleep_s": asleep_s,
         "wake_s": awake_s,
         "sleep_gb_per_s": held.optimizer / asleep_s / 1e9,  # gradients are not copied
@@ -178,9 +180,9 @@ def _refit(findings: Findings, scale: Scale, policy: RandomPolicy, folder: Path,
         kinds = engine.kinds
     if kinds != ["cuda_ipc"]:
         raise RuntimeError(f"weights went by {kinds}, not by cuda_ipc")
-    seconds = sorted(one["refit/seconds"] for one in figures)[len(figures) // 2]
+    seconds = sorted(refit["refit/seconds"] for refit in figures)[len(figures) // 2]
     moved = figures[-1]["refit/gigabytes"] + figures[-1]["refit/local_gigabytes"]
-    found = {"first_s": first["refit/seconds"], "seconds": seconds, "gigabytes": moved, "gb_per_s": moved / seconds}
+    rates = {"first_s": first["refit/seconds"], "seconds": seconds, "gigabytes": moved, "gb_per_s": moved / seconds}
     if "device/copy_gb_per_s" in findings.figures:
-        found["of_device_copy"] = found["gb_per_s"] / findings.figures["device/copy_gb_per_s"]
-    return found
+        rates["of_device_copy"] = rates["gb_per_s"] / findings.figures["device/copy_gb_per_s"]
+    return rates

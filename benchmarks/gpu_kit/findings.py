@@ -52,11 +52,11 @@ class Findings:
         not taken then.
         """
         began, failed = time.monotonic(), False
-        found: Mapping[str, float] = {}
+        measured: Mapping[str, float] = {}
         try:
             if began > self._end:
                 raise NotMeasured(f"{self._minutes:g} minutes were over before its turn came")
-            found = {f"{name}/{figure}": float(value) for figure, value in measure().items()}
+            measured = {f"{name}/{figure}": float(value) for figure, value in measure().items()}
         except NotMeasured as reason:
             self.lack(name, str(reason))
         except torch.cuda.OutOfMemoryError as error:
@@ -67,9 +67,9 @@ class Findings:
             failed = True
         lost = device_problem() if failed or torch.cuda.is_initialized() else None
         if lost is None:
-            self.figures |= found
+            self.figures |= measured
         else:
-            if found:
+            if measured:
                 self.lack(name, f"the device failed: {lost}")
             self._unreached = f"the device could not be used any more after {name}: {lost}"
             self.more["stopped"] = self._unreached

@@ -158,14 +158,14 @@ def lengths_of(kind: str, tokens: int, scale: Scale, seed: int = 0) -> list[int]
     """Returns lengths of sequences that have `tokens` tokens together: all `equal`, or `varied` as rollouts' are."""
     if kind == "equal":
         return [scale.equal] * (tokens // scale.equal)
-    draw, left, out = random.Random(seed), tokens, []
-    while left:
+    draw, remaining, lengths = random.Random(seed), tokens, []
+    while remaining:
         n = round(draw.lognormvariate(math.log(scale.longest / 6), 0.8))
-        n = min(max(n, scale.longest // 64, 2), scale.longest, left)
-        n = left if left - n < 2 else n
-        out.append(n)
-        left -= n
-    return out
+        n = min(max(n, scale.longest // 64, 2), scale.longest, remaining)
+        n = remaining if remaining - n < 2 else n
+        lengths.append(n)
+        remaining -= n
+    return lengths
 
 
 def rollouts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Rollout]:
@@ -184,12 +184,12 @@ def rollouts_of(lengths: list[int], vocab: int, seed: int = 0) -> list[Rollout]:
 @contextlib.contextmanager
 def cudnn_attention(allowed: bool) -> Iterator[None]:
     """Lets torch take cuDNN's attention for the block, or not, as a run does not (session/run_setup.py)."""
-    before = torch.backends.cuda.cudnn_sdp_enabled()
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(allowed)
     try:
         yield
     finally:
-        torch.backends.cuda.enable_cudnn_sdp(before)
+        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
 
 
 @contextlib.contextmanager

@@ -121,44 +121,47 @@ def _ours(findings: Findings, case: Case) -> dict[str, float]:
         peak = clock.peak_gib(lambda: both_passes(policy, works[0]))
         seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
         rates = [flops_of(shape, lengths) / s for lengths, s in zip(batches[1:], seconds, strict=True)]
-        found = {"pass_s": statistics.median(seconds), "tflops": statistics.median(rates) / 1e12, "peak_gib": peak}
+        figures = {"pass_s": statistics.median(seconds), "tflops": statistics.median(rates) / 1e12, "peak_gib": peak}
         if optimizer:
             policy.update(works[0], 0, _LOSS)
             updates = [clock.device_seconds(functools.partial(policy.update, work, 0, _LOSS)) for work in works[1:]]
             rates = [flops_of(shape, lengths) / s for lengths, s in zip(batches[1:], updates, strict=True)]
-            found |= {
+            figures |= {
                 "update_s": statistics.median(updates),
                 "update_tflops": statistics.median(rates) / 1e12,
                 "update_tokens_per_s": tokens / statistics.median(updates),
             }
-        return found | {"tokens_per_s": tokens / found["pass_s"]}
+        return figures | {"tokens_per_s": tokens / figures["pass_s"]}
 
-    tries = [(one.name, functools.partial(attempt, one)) for one in _fitting(shape, tokens, optimizer=optimizer)]
-    chosen, found = first_that_fits(tries)
+    tries = [
+        (recompute.name, functools.partial(attempt, recompute))
+        for recompute in _fitting(shape, tokens, optimizer=optimizer)
+    ]
+    chosen, figures = first_that_fits(tries)
     findings.more.setdefault("recomputed", {})[case.name] = chosen
     if "device/product_tflops" in findings.figures:
-        found["of_product"] = found["tflops"] / findings.figures["device/product_tflops"]
+        figures["of_product"] = figures["tflops"] / findings.figures["device/product_tflops"]
     # Operations of the optimizer do not count: an update takes longer than its passes, and so has a lower MFU.
     for name, rate in {"mfu": "tflops", "update_mfu": "update_tflops"}.items():
         try:
-            if rate in found:
-                found[name] = found[rate] * 1e12 / clock.peak_flops()
+            if rate in figures:
+                figures[name] = figures[rate] * 1e12 / clock.peak_flops()
         except NotMeasured as reason:
             findings.lack(f"{case.name}/{name}", str(reason))
-    return found
+    return figures
 
 
 def _fitting(shape: Shape, tokens: int, *, optimizer: bool) -> list[Recompute]:
     """Returns the recomputations with which the micro-batch fits by plan, the fastest first; the thriftiest always."""
     free, _ = torch.cuda.mem_get_info()
-    out = []
-    for one in subjects.RECOMPUTES:
-        modules = one.settings.get("recompute_modules", (memory.WHOLE,) if one.settings else ())
+    fitting = []
+    for recompute in subjects.RECOMPUTES:
+        modules = recompute.settings.get("recompute_modules", (memory.WHOLE,) if recompute.settings else ())
         load = MicroBatchLoad(tokens=tokens, recompute=frozenset(modules))
         held = memory.training(Actor(shape, Parallel(world=1), Precision.gpu("bfloat16")), load, stage=0)
-        if held.peak - (0 if optimizer else held.optimizer) < FITS * free or one is subjects.RECOMPUTES[-1]:
-            out.append(one)
-    return out
+        if held.peak - (0 if optimizer else held.optimizer) < FITS * free or recompute is subjects.RECOMPUTES[-1]:
+            fitting.append(recompute)
+    return fitting
 
 
 def work_of(policy: RandomPolicy, lengths: list[int], seed: int) -> Work:
@@ -185,13 +188,13 @@ def _theirs(findings: Findings, case: Case) -> dict[str, float]:
             model.gradient_checkpointing_enable()
         inputs = [_inputs(case, model.config.vocab_size, seed) for seed in range(1 + case.scale.rounds)]
         peak = clock.peak_gib(lambda: _their_passes(model, inputs[0]))
-        seconds = [clock.device_seconds(functools.partial(_their_passes, model, one)) for one in inputs[1:]]
+        seconds = [clock.device_seconds(functools.partial(_their_passes, model, batch)) for batch in inputs[1:]]
         return {"pass_s": statistics.median(seconds), "peak_gib": peak}
 
     tries = [(name, functools.partial(attempt, name == "full")) for name in ("none", "full")]
-    chosen, found = first_that_fits(tries)
+    chosen, figures = first_that_fits(tries)
     findings.more.setdefault("recomputed", {})[f"{case.name}/transformers"] = chosen
-    return found | {"tokens_per_s": case.tokens / found["pass_s"]}
+    return figures | {"tokens_per_s": case.tokens / figures["pass_s"]}
 
 
 def _inputs(case: Case, vocab: int, seed: int) -> dict[str, Tensor]:
@@ -202,8 +205,8 @@ def _inputs(case: Case, vocab: int, seed: int) -> dict[str, Tensor]:
     labels, places = tokens.clone(), torch.cat([torch.arange(n) for n in lengths])[None]
     labels[places == 0] = -100  # a sequence's first token has no label
     shape = (len(lengths), -1) if case.kind == "equal" else (1, -1)
-    made = {"input_ids": tokens, "labels": labels, "position_ids": places}
-    return {name: value.view(shape).to("cuda") for name, value in made.items()}
+    tensors = {"input_ids": tokens, "labels": labels, "position_ids": places}
+    return {name: value.view(shape).to("cuda") for name, value in tensors.items()}
 
 
 def _their_passes(model: Any, inputs: dict[str, Tensor]) -> None:
@@ -233,28 +236,28 @@ def _head(findings: Findings, scale: Scale) -> dict[str, float]:
         findings.lack("head/triton", problem)
     else:
         ways["triton"] = functools.partial(ours, triton=True)
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, way in ways.items():
-        found |= {f"{name}_{figure}": value for figure, value in _timed(way, (hidden, weight), scale).items()}
+        figures |= {f"{name}_{figure}": value for figure, value in _timed(way, (hidden, weight), scale).items()}
         # the forward product and the two of its gradient; logits that are computed again do not count
-        found[f"{name}_tflops"] = 6 * tokens * width * vocab / found[f"{name}_passes_s"] / 1e12
-    return found
+        figures[f"{name}_tflops"] = 6 * tokens * width * vocab / figures[f"{name}_passes_s"] / 1e12
+    return figures
 
 
 def _timed(way: Callable[[], Tensor], inputs: tuple[Tensor, ...], scale: Scale) -> dict[str, float]:
     """Returns the seconds of a function's forward pass and of both its passes, and the memory that both add."""
 
     def passes() -> None:
-        for one in inputs:
-            one.grad = None
+        for tensor in inputs:
+            tensor.grad = None
         way().sum().backward()
 
-    before = torch.cuda.memory_allocated() / 2**30
+    gib_before = torch.cuda.memory_allocated() / 2**30
     peak = clock.peak_gib(passes)
     both = clock.median_seconds(passes, rounds=scale.rounds)
     with torch.no_grad():
         only_forward = clock.median_seconds(way, rounds=scale.rounds)
-    return {"forward_s": only_forward, "passes_s": both, "added_gib": peak - before}
+    return {"forward_s": only_forward, "passes_s": both, "added_gib": peak - gib_before}
 
 
 def _attention(findings: Findings, scale: Scale, directory: Path, tokens: int) -> dict[str, float]:
@@ -263,22 +266,22 @@ def _attention(findings: Findings, scale: Scale, directory: Path, tokens: int) -
     lengths, sizes = subjects.lengths_of("varied", tokens, scale), policy.arch
     (micro,) = policy._micro_batches(work_of(policy, lengths, 0), 0)
     core = models.unwrap(policy.chunks[0]).decoder.layers[0].self_attention.core_attention
-    own = [
+    heads = [
         torch.randn(tokens, heads, sizes.head_dim, device="cuda").bfloat16().requires_grad_()
         for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)
     ]
 
     def ours() -> Tensor:
-        return core(*own, packed_seq_params=micro.layout).float()
+        return core(*heads, packed_seq_params=micro.layout).float()
 
-    found = {f"ours_{name}": value for name, value in _timed(ours, tuple(own), scale).items()}
+    figures = {f"ours_{name}": value for name, value in _timed(ours, tuple(heads), scale).items()}
     try:
         varlen = _varlen(lengths, sizes.heads // sizes.kv_heads)
-        theirs = _timed(lambda: varlen(*own).float(), tuple(own), scale)
+        theirs = _timed(lambda: varlen(*heads).float(), tuple(heads), scale)
     except (NotMeasured, NotImplementedError, RuntimeError, ImportError) as error:
         findings.lack(f"attention/{subjects.count_name(tokens)}/torch_varlen", first_sentence(error))
-        return found
-    return found | {f"torch_varlen_{name}": value for name, value in theirs.items()}
+        return figures
+    return figures | {f"torch_varlen_{name}": value for name, value in theirs.items()}
 
 
 def _varlen(lengths: list[int], repeats: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -292,9 +295,9 @@ def _varlen(lengths: list[int], repeats: int) -> Callable[[Tensor, Tensor, Tenso
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         if not grouped and repeats > 1:
-            key, value = (one.repeat_interleave(repeats, dim=1) for one in (key, value))
-        out: Any = varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), **causal, **grouped)
-        return out
+            key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
+        attended: Any = varlen_attn(query, key, value, ends, ends, max(lengths), max(lengths), **causal, **grouped)
+        return attended
 
     return attend
 
@@ -310,15 +313,15 @@ def _cudnn(scale: Scale, directory: Path, tokens: int) -> dict[str, float]:
     )
     if subjects.forms_of(policy)["attention"] != "sdpa":
         raise NotMeasured("attention is Transformer Engine's here, which torch's setting of cuDNN does not reach")
-    found: dict[str, float] = {}
+    figures: dict[str, float] = {}
     for name, allowed in (("off", False), ("on", True)):
         seeds = range(100 * allowed, 100 * allowed + 1 + 2 * scale.rounds)
         works = [work_of(policy, subjects.lengths_of("varied", tokens, scale, seed), seed) for seed in seeds]
         with subjects.cudnn_attention(allowed):
             both_passes(policy, works[0])
             seconds = [clock.device_seconds(functools.partial(both_passes, policy, work)) for work in works[1:]]
-        found[f"{name}_pass_s"] = statistics.median(seconds)
-    return found | {"on_over_off": found["on_pass_s"] / found["off_pass_s"]}
+        figures[f"{name}_pass_s"] = statistics.median(seconds)
+    return figures | {"on_over_off": figures["on_pass_s"] / figures["off_pass_s"]}
 
 
 def _profile(findings: Findings, scale: Scale, directory: Path, tokens: int) -> dict[str, float]:
@@ -326,9 +329,9 @@ def _profile(findings: Findings, scale: Scale, directory: Path, tokens: int) -> 
     policy = subjects.make_policy(directory, recompute=subjects.RECOMPUTES[0], tokens=tokens, optimizer=False)
     works = [work_of(policy, subjects.lengths_of("varied", tokens, scale, seed), seed) for seed in range(2)]
     both_passes(policy, works[0])
-    known = supported_activities()
-    on_device = ProfilerActivity.CUDA in known
-    with profile(activities=[a for a in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if a in known]) as taken:
+    activities = supported_activities()
+    on_device = ProfilerActivity.CUDA in activities
+    with profile(activities=[a for a in (ProfilerActivity.CPU, ProfilerActivity.CUDA) if a in activities]) as taken:
         both_passes(policy, works[1])
         torch.cuda.synchronize()
 

@@ -60,7 +60,7 @@ class Pair:
         """Returns the engine's log-probs of the texts by a version's weights."""
         file = self._folder / f"scores{version}.json"
         self._await(file)
-        return [np.array(one, np.float32) for one in json.loads(file.read_text())]
+        return [np.array(row, np.float32) for row in json.loads(file.read_text())]
 
     @property
     def kinds(self) -> list[str]:
@@ -109,25 +109,25 @@ class Pair:
 def pair(policy: MegatronPolicy, folder: Path, *, verify: str, texts: list[list[int]]) -> Iterator[Pair]:
     """Opens a Pair for the block."""
     folder.mkdir(parents=True)
-    made = Pair(policy, folder, verify=verify, texts=texts)
+    both = Pair(policy, folder, verify=verify, texts=texts)
     try:
-        yield made
+        yield both
     finally:
-        made.close()
+        both.close()
 
 
 def serve(folder: str, number: int) -> None:
     """Is the engine's process: takes part in refits, and scores the texts after each, until it is told to end."""
-    own = Path(folder)
-    setup = json.loads((own / "setup.json").read_text())
+    place = Path(folder)
+    setup = json.loads((place / "setup.json").read_text())
     torch.cuda.set_device(0)
     engine = EmbeddedEngine(setup["model"], dtype=getattr(torch, setup["dtype"]))
     side = EngineSide(RefitStore.join(Address(*setup["address"])), 0, engine, torch.device("cuda:0"))
-    (own / f"joined{number}").touch()
-    while not (own / "end").exists():
+    (place / f"joined{number}").touch()
+    while not (place / "end").exists():
         version = side.take_part(0.1)
         if version is not None and setup["texts"]:
-            scores = [one.tolist() for one in engine.score(setup["texts"])]
-            (own / f"scores{version}.part").write_text(json.dumps(scores))
-            (own / f"scores{version}.part").rename(own / f"scores{version}.json")
+            scores = [row.tolist() for row in engine.score(setup["texts"])]
+            (place / f"scores{version}.part").write_text(json.dumps(scores))
+            (place / f"scores{version}.part").rename(place / f"scores{version}.json")
     side.close()

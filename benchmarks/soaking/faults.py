@@ -78,8 +78,8 @@ def strike(fault: Fault, world: World, watched: Watch, launcher: psutil.Popen, r
 
 def set_clock(file: Path, seconds: float) -> None:
     """Sets the clock of all processes that read the file. The file keeps its place: it is mapped."""
-    with file.open("r+b" if file.exists() else "wb") as out:
-        out.write(struct.pack("<d", seconds))
+    with file.open("r+b" if file.exists() else "wb") as clock:
+        clock.write(struct.pack("<d", seconds))
 
 
 def _fill(world: World, watched: Watch, launcher: psutil.Popen) -> None:

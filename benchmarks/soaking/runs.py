@@ -49,21 +49,21 @@ def settings(base: Path, runs: Path, name: str, iterations: int, *, python: Path
         "generator": cut_runs.role(base, model=SOLVER, lr=1e-3, loss={"kl_coef": 0.001}),
         "verifier": cut_runs.role(base, model=cut_runs.VERIFIER, lr=1e-3, sampling={"max_tokens": 2}),
     }
-    own = {
+    parts = {
         "dir": str(runs), "prompts_per_iteration": PROMPTS,
         "save_every": 1 if iterations < SHORT else CYCLE * SAVE_CYCLES,
         "deterministic": True, "async_save": True, "train_without_signal": True, "hang_after_s": 120.0,
     }  # fmt: skip
     target = "megatron_rl.recipes.tango:Tango"
-    found = cut_runs.config(base, name, target, roles, args=args, reward="begins_well", **own)
+    config = cut_runs.config(base, name, target, roles, args=args, reward="begins_well", **parts)
     if python is not None:
-        found["launch"] = {"nproc": 1}
-        found["refit"] = {"timeout_s": 20.0, "message_timeout_s": 10.0}
-        found["engine"] = {
+        config["launch"] = {"nproc": 1}
+        config["refit"] = {"timeout_s": 20.0, "message_timeout_s": 10.0}
+        config["engine"] = {
             "kind": "vllm", "python": str(python), "replicas": REPLICAS, "request_timeout_s": REQUEST_S, "attempts": 10,
             "lost_after_s": 6.0, "restarts": 100_000, "max_sequences": 16,
         }  # fmt: skip
-    return found
+    return config
 
 
 def write_python(path: Path) -> Path:

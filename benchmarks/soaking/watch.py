@@ -71,23 +71,23 @@ class Watch:
         with self._file.open("a") as file:
             for process in family(launcher):
                 with contextlib.suppress(psutil.Error, OSError):
-                    found = sample(process.pid, self._name(process, launcher), iteration)
-                    file.write(json.dumps(asdict(found)) + "\n")
+                    measured = sample(process.pid, self._name(process, launcher), iteration)
+                    file.write(json.dumps(asdict(measured)) + "\n")
 
     def named(self, launcher: int, start: str) -> list[psutil.Process]:
         """Returns the living processes whose name starts so, in the order of their starts."""
-        found = []
+        processes = []
         for process in family(launcher):
             with contextlib.suppress(psutil.Error):
                 if self._name(process, launcher).startswith(start):
-                    found.append(process)
-        return found
+                    processes.append(process)
+        return processes
 
     def _name(self, process: psutil.Process, launcher: int) -> str:
         if process.pid not in self._names:
-            known = None if self._alone else sum(name.startswith("rank") for name in self._names.values())
+            number = None if self._alone else sum(name.startswith("rank") for name in self._names.values())
             name = ("rank 0" if self._alone else "launcher") if process.pid == launcher else ""
-            self._names[process.pid] = name or name_of(process, launcher, known)
+            self._names[process.pid] = name or name_of(process, launcher, number)
         return self._names[process.pid]
 
 
@@ -121,46 +121,46 @@ def name_of(process: psutil.Process, launcher: int, ranks: int | None) -> str:
 
 def _served(words: Sequence[str], process: psutil.Process) -> str:
     """Returns role-replica of a supervisor, or of the one that a server is under."""
-    told = {w.partition("=")[0]: w.partition("=")[2] for w in words if w.startswith("--") and "=" in w}
-    if "--role" not in told:
+    options = {w.partition("=")[0]: w.partition("=")[2] for w in words if w.startswith("--") and "=" in w}
+    if "--role" not in options:
         parent = process.parent()
         return "" if parent is None or "--port" not in words or parent.pid == 1 else _served(parent.cmdline(), parent)
-    return f"{told['--role']}-{told['--replica']}"
+    return f"{options['--role']}-{options['--replica']}"
 
 
 def sample(pid: int, name: str, iteration: int) -> Sample:
     """Reads what a process holds. Raises OSError when it has ended."""
-    told = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    if "VmRSS" not in told:
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    if "VmRSS" not in fields:
         raise ProcessLookupError(f"process {pid} has ended")
-    kib = {key: int(told[key].split()[0]) for key in ("RssAnon", "RssShmem", "VmRSS")}
+    kib = {key: int(fields[key].split()[0]) for key in ("RssAnon", "RssShmem", "VmRSS")}
     return Sample(
         iteration=iteration, name=name, pid=pid, held_kib=kib["RssAnon"] + kib["RssShmem"], resident_kib=kib["VmRSS"],
-        descriptors=len(os.listdir(f"/proc/{pid}/fd")), threads=int(told["Threads"]),
+        descriptors=len(os.listdir(f"/proc/{pid}/fd")), threads=int(fields["Threads"]),
     )  # fmt: skip
 
 
 def slopes(samples: Iterable[Sample], iterations: int) -> dict[str, Slope]:
     """Returns how fast the processes grew, by name: of each name the one that lived longest, where it lived long."""
     lives: dict[tuple[str, int], list[Sample]] = defaultdict(list)
-    for each in samples:
-        lives[each.name, each.pid].append(each)
-    found: dict[str, Slope] = {}
+    for reading in samples:
+        lives[reading.name, reading.pid].append(reading)
+    slope_of: dict[str, Slope] = {}
     warm = min(WARM_ITERATIONS, iterations // 5)
     for (name, _), life in lives.items():
-        late = [each for each in life if each.iteration >= life[0].iteration + warm]
+        late = [reading for reading in life if reading.iteration >= life[0].iteration + warm]
         watched = late[-1].iteration - late[0].iteration if late else 0
         short = len(late) < 3 or watched < SHARE_WATCHED * (iterations - warm)
-        if short or (name in found and watched <= found[name].iterations):
+        if short or (name in slope_of and watched <= slope_of[name].iterations):
             continue
-        at = np.array([each.iteration for each in late], float)
-        found[name] = Slope(
-            kib=median_slope(at, [each.held_kib for each in late]),
-            descriptors=1000 * median_slope(at, [each.descriptors for each in late]),
-            threads=1000 * median_slope(at, [each.threads for each in late]),
+        at = np.array([reading.iteration for reading in late], float)
+        slope_of[name] = Slope(
+            kib=median_slope(at, [reading.held_kib for reading in late]),
+            descriptors=1000 * median_slope(at, [reading.descriptors for reading in late]),
+            threads=1000 * median_slope(at, [reading.threads for reading in late]),
             iterations=watched,
         )
-    return found
+    return slope_of
 
 
 def median_slope(at: np.ndarray, values: Sequence[float]) -> float:
@@ -177,20 +177,20 @@ def read_samples(file: Path) -> list[Sample]:
 
 def marked(mark: str) -> list[psutil.Process]:
     """Returns all living processes that were started with the mark."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def gone(mark: str, within_s: float) -> list[psutil.Process]:
     """Waits until all marked processes have ended. Returns those that have not in time."""
     end = time.monotonic() + within_s
-    while (left := marked(mark)) and time.monotonic() < end:
+    while (survivors := marked(mark)) and time.monotonic() < end:
         time.sleep(POLL_S)
-    return left
+    return survivors
 
 
 def last_iteration(run: Path) -> int:
@@ -208,12 +208,12 @@ def names_in(*folders: Path) -> list[str]:
 
 def half_written(run: Path) -> list[str]:
     """Returns what looks like a file that was not written to its end, anywhere in a run's directory."""
-    wanted = {".metadata"}  # of a distributed checkpoint
-    return sorted(str(p) for p in run.rglob("*") if p.name.startswith(".") and p.name not in wanted)
+    allowed = {".metadata"}  # of a distributed checkpoint
+    return sorted(str(p) for p in run.rglob("*") if p.name.startswith(".") and p.name not in allowed)
 
 
-def plain(found: Mapping[str, Slope]) -> dict[str, dict[str, float]]:
-    return {name: asdict(slope) for name, slope in found.items()}
+def plain(slope_of: Mapping[str, Slope]) -> dict[str, dict[str, float]]:
+    return {name: asdict(slope) for name, slope in slope_of.items()}
 
 
 def words(process: psutil.Process) -> str:
