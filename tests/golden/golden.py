@@ -30,8 +30,7 @@ COMMANDS = ("train", "sft", "generate", "eval")
 # metrics that depend on time where rollouts are made ahead of training
 TIMING = {"staleness", "version_lag", "mixed_versions", *(f"trained_late/{age}" for age in range(1, 5))}
 AHEAD = "staleness"  # the run with servers
-TABLE = Path("tests/golden/renames.yaml")
-RENAMES: dict[str, dict[str, str]] = yaml.safe_load((ROOT / TABLE).read_text())
+RENAMES: dict[str, dict[str, str]] = yaml.safe_load((HERE / "renames.yaml").read_text())
 
 
 def main(words: Sequence[str]) -> int:
@@ -41,8 +40,8 @@ def main(words: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", help="names of runs; default: all of them")
     args = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as directory, _checkout(args.base, Path(directory) / "base") as other:
-        if (other / TABLE).exists():  # names that had changed before that commit
-            for section, names in yaml.safe_load((other / TABLE).read_text()).items():
+        for table in other.glob("*/golden/renames.yaml"):  # names that had changed before that commit
+            for section, names in yaml.safe_load(table.read_text()).items():
                 RENAMES[section] = {name: old for name, old in RENAMES[section].items() if names.get(name) != old}
         out = Path(directory)
         (out / "inputs").mkdir()

@@ -17,7 +17,7 @@ from unittest import mock
 from megatron_rl.cluster.slurm_job import STOP
 from megatron_rl.config import files
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.session import train
+from megatron_rl.session import run_collection, train
 from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.training.collector import Collector
@@ -57,7 +57,7 @@ def main(output_path, runs):
         config = files.load(TrainConfig, [Path(file)], [])
         spec = resolve(config, place.world_size)
         (config.directory / STOP).unlink(missing_ok=True)
-        with mock.patch.object(train, "Collector", functools.partial(Farthest, leave_after=leave_after)):
+        with mock.patch.object(run_collection, "Collector", functools.partial(Farthest, leave_after=leave_after)):
             statuses.append(train.run(spec, replace(place, port=port)))
     Path(output_path).write_text(json.dumps(statuses))
 
