@@ -34,7 +34,7 @@ from megatron_rl.engines.protocol import Completion
 from megatron_rl.lib.frames import pack_parts, unpack_parts
 from megatron_rl.main import main
 from megatron_rl.messages.message_codec import unpack
-from megatron_rl.session import train as session_train
+from megatron_rl.session import run_collection
 from megatron_rl.training import write_ahead
 from megatron_rl.training.collector import Collector
 from megatron_rl.training.iteration import Collected, Iteration
@@ -185,7 +185,7 @@ def train(words: Sequence[str], notes: str | None, last: int | None = None) -> N
     mock.patch.object(batched_session, "SETTLE_S", SETTLE_S).start()
     if last is not None:
         Killed.last = last
-        mock.patch.object(session_train, "Collector", Killed).start()
+        mock.patch.object(run_collection, "Collector", Killed).start()
     if notes is not None:
         Noted.notes = Path(notes)
         mock.patch.object(write_ahead, "RoleLog", Noted).start()
