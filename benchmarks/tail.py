@@ -41,6 +41,7 @@ import served
 from megatron_rl.data.problems import Draw
 from megatron_rl.engines.pool.membership import Limits
 from megatron_rl.engines.pool.server_pool import ServerEngine, given
+from megatron_rl.engines.pool.states import Loaded, Paused, Refit
 from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.vllm.settings import Vllm
@@ -213,10 +214,9 @@ def run(
             collected = collector.take(iteration)
             ages += [members.version - r.version for r in collected.rollouts[ROLE]] if number >= warm else []
             time.sleep(case.train_s)
-            with members.change:  # new weights
-                members.version += 1
-                for member in members.by_replica.values():
-                    member.version = members.version
+            for pause in members.post(Refit(members.version + 1, [*members.by_replica], everyone=True)):  # new weights
+                for load in members.post(Paused(pause.replica, pause.ticket)):
+                    members.post(Loaded(load.replica, load.ticket, load.version))
             collector.trained()
         collector.close()
     assert members.version == first + warm + count
