@@ -28,7 +28,7 @@ from megatron_rl.models.divisibility import engine_problems, trainer_problems
 from megatron_rl.models.lora_targets import adapter_problems
 from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
-from megatron_rl.spec.data_checks import data_problems
+from megatron_rl.spec.data_checks import data_problems, run_data_problems
 from megatron_rl.spec.form_checks import response_form_problems
 from megatron_rl.spec.loss_inputs import loss_input_problems, row_problems
 from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
@@ -73,6 +73,8 @@ def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
         yield from number_problems(spec.engine)
         yield from _engine_problems(spec.engine, to_come)
     yield from data_problems(spec)
+    if isinstance(spec, RunSpec):
+        yield from run_data_problems(spec.data, spec.loop.evaluation, spec.recipe, spec.reward)
     yield from response_form_problems(spec)
     if isinstance(spec, TrainingSpec):
         yield from _sink_problems(spec.sinks)

@@ -15,7 +15,7 @@ from megatron_rl.config.datasets import PromptSet
 from megatron_rl.config.evaluation import NO_SCALE, OF_CORRECT, Evaluation
 from megatron_rl.config.schema import HELD_OUT, Reward
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
-from megatron_rl.spec.run_spec import DataSpec, RunSpec, Spec
+from megatron_rl.spec.run_spec import DataSpec, Spec
 from megatron_rl.texts.text import read_template
 
 
@@ -23,10 +23,13 @@ def data_problems(spec: Spec) -> Iterator[str]:
     """Yields error messages about all problem sets of a specification."""
     for name, source in spec.sets.items():
         yield from _set_problems(name, source)
-    if isinstance(spec, RunSpec):
-        yield from _evaluation_problems(spec.data.held_out, spec.loop.evaluation, spec.recipe)
-        yield from _source_problems(spec.data.sources, spec.reward)
-        yield from _overlaps(spec.data)
+
+
+def run_data_problems(data: DataSpec, evaluation: Evaluation, recipe: Any, reward: Reward) -> Iterator[str]:
+    """Yields error messages about the evaluations and the sources of a training run. `reward`: of the run."""
+    yield from _evaluation_problems(data.held_out, evaluation, recipe)
+    yield from _source_problems(data.sources, reward)
+    yield from _overlaps(data)
 
 
 def _evaluation_problems(held_out: Sequence[EvaluatedSet], evaluation: Evaluation, recipe: Any) -> Iterator[str]:
