@@ -90,7 +90,7 @@ test: setup ## everything that CI runs: checks, then all tests, with real vLLM s
 	{ rm -rf $(NEMO); echo "NeMo-Run could not be installed (pip says why above): its tests are skipped"; }
 	@$(MAKE) --no-print-directory slurm
 	@shared=$$(mktemp -d) && trap 'rm -rf "$$shared"' EXIT && MEGATRON_RL_TEST_SHARED="$$shared" \
-		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/multi tests/unit tests/slurm tests/servers tests/contrib tests/emulated tests/gpu
+		$(MAKE) --jobs=2 --keep-going --output-sync=line tests/multi tests/unit tests/servers tests/slurm tests/emulated tests/contrib tests/gpu
 
 tests/%: setup FORCE # one folder or file of tests: make tests/slurm, make tests/multi/test_layouts.py MARKS="matrix or not matrix"
 	$(PY) -m pytest $@ $(if $(MARKS),-m "$(MARKS)") --durations=15
