@@ -255,14 +255,16 @@ class Scenario:
             assert self.pool is not None
             wait_for("the killed server's return", lambda: len(self.pool.members.living()) == 2)
             [member] = [m for m in self.pool.members.living() if m.listing.replica == self.found["killed"]]
-            self.found["version_at_return"] = [member.version, member.server.version()]
+            self.found["version_at_return"] = [member.state.version, member.server.version()]
             self.found["refits_before"] = len(self.driver.refits)
             self.found["at_return"] = plain(complete(self.pool, prompts(self.vocab) * 2, GREEDY))
             wait_for(
                 "its refit",
-                lambda: complete(self.pool, prompts(self.vocab)[:1], GREEDY) and member.version == self.pool.version,
+                lambda: (
+                    complete(self.pool, prompts(self.vocab)[:1], GREEDY) and member.state.version == self.pool.version
+                ),
             )
-            self.found["version_after"] = [member.version, member.server.version(), self.pool.version]
+            self.found["version_after"] = [member.state.version, member.server.version(), self.pool.version]
             self.each_server("each_at_end")
 
         self.world.from_driver(back)
