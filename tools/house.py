@@ -53,7 +53,7 @@ BARS: dict[str, tuple[float, float]] = {  # figure -> (today's bar, the aim); lo
     "loose modules": (4, 4),
     "file exceptions of layers": (0, 0),
     "two-way package imports": (0, 0),
-    "whole-config signatures": (11, 10),
+    "whole-config signatures": (10, 10),
     "single-use helpers": (100, 100),
     "raise per 1,000 lines": (12, 12),
     "openers of engines": (1, 1),

@@ -30,7 +30,7 @@ COUNT = "count/"
 STATISTICS = ("logprobs", "entropy", "vocab_mean", "candidate_logprobs")
 # Signals, which are the data of rollouts from which a policy learns, except those that are keys of Rollout.values.
 # "pairs": the two rollouts of a group are the preferred response and the other one. "targets": the trained tokens are
-# texts to imitate. "demonstrations": a group has solutions of another author, as tokens of a partner.
+# texts to imitate. "demonstrations": some rollouts of a group were written by another author, not by the policy.
 # Three signals are values in Rollout.advantages. "advantages": rewards compared with other rewards. "rewards": rewards
 # without a comparison. "labels": numbers above 0 mark desirable responses.
 ADVANTAGES = "advantages"

@@ -48,19 +48,18 @@ def run(args: argparse.Namespace) -> int:
     Raises ConfigError for an invalid config before any work begins. Later errors of the types in errors.EXPECTED are
     printed, and are not raised.
     """
-    config = read(args)
-    if args.command == "eval" and args.skip_done and config.output and Path(config.output).exists():
-        print(f"{config.output} is there: nothing to do")
+    if args.command == "eval" and args.skip_done and (output := read(args).output) and Path(output).exists():
+        print(f"{output} is there: nothing to do")
         return 0
     with refusing(str, ValueError):
         place = launch_ranks.place_from(os.environ)
     first = place is None or place.rank == 0
-    spec = specify(config, place, say=lambda text: first and tell(args.command, text))
+    spec = specify(args, place, say=lambda text: first and tell(args.command, text))
     if first:
         claim(spec)
         if "torch" not in sys.modules:
             tell(args.command, "importing torch, transformers and megatron-core")
-    if place is None and config.launch.nproc > 1:
+    if place is None and spec.cluster.launch.nproc > 1:
         return launch(spec, args)
     return run_rank(spec, args, place or launch_ranks.Place(0, 1, 0, launch_ranks.LOCAL, 0, job_from(os.environ)))
 
@@ -75,9 +74,12 @@ def read(args: argparse.Namespace) -> Any:
     return dataclasses.replace(config, debug=configs.Debug()) if args.command == "drift" else config
 
 
-def specify(config: Any, place: launch_ranks.Place | None, say: Callable[[str], object] = lambda text: None) -> Spec:
+def specify(
+    args: argparse.Namespace, place: launch_ranks.Place | None, say: Callable[[str], object] = lambda text: None
+) -> Spec:
     """Returns the specification of the run, after all checks. Rank 0, or the process that starts the ranks, also checks
     this host. `place`: this process's rank; None if there is no launcher. `say`: see `staleness.chosen`."""
+    config = read(args)
     nproc, host = config.launch.nproc, None
     if place is None or place.rank == 0:
         host = Host(launch_ranks.ranks_on_host(place, nproc, os.environ), launch_ranks.has_gpu(os.environ))
@@ -108,7 +110,7 @@ def launch(spec: Spec, args: argparse.Namespace) -> int:
 
 
 def _spawned(args: argparse.Namespace) -> int:
-    return run_rank(specify(read(args), launch_ranks.place_from(os.environ)), args)
+    return run_rank(specify(args, launch_ranks.place_from(os.environ)), args)
 
 
 def has_driver() -> bool:

@@ -52,7 +52,7 @@ class Servers:
 
     # Whether a server can hold both models of Tandem RL, the senior and the junior (roles.NAME.tandem)
     holds_tandems: ClassVar[bool] = False
-    # Whether the project's client reads the experts that a server chose for each token (roles.NAME.router_replay)
+    # Whether a server's answers say which experts it chose for each token, as roles.NAME.router_replay needs
     tells_experts: ClassVar[bool] = False
     # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off, so that
     # `megatron-rl plan` counts this memory

@@ -49,7 +49,7 @@ class MicroBatchValue(Generic[T]):
         self._training = False
 
     def show(self, value: T | None, *, training: bool) -> None:
-        """Sets the value of the next forward pass."""
+        """Sets the value that the next forward pass takes. `training`: whether a backward pass may follow."""
         self._now, self._training = value, training
 
     def forget(self) -> None:

@@ -62,5 +62,6 @@ def _write(
         if model.chat_template:
             shutil.copyfile(model.chat_template, folder / "chat_template.jinja")
         describe_head(folder, export.head)
-        # Every command would check the written model before it loads it, so a run does not end with one that fails.
+        # Each command checks a model before it loads it. The same check here keeps a run from ending with a model that
+        # the commands refuse.
         check_model(LoadedModel(model=Model(path=str(folder)), head=export.head))

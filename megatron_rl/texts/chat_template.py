@@ -307,9 +307,10 @@ def _beginning(
     tokenizer: Any, messages: Sequence[Message], tokens: np.ndarray, place: int,
     tools: Sequence[Mapping[str, Any]] | None, *, header: bool = False,
 ) -> int:  # fmt: skip
-    """Returns the number of tokens of the first `place` messages when they are rendered alone. `header`: whether to
-    render and count the header of an assistant turn after these messages too. `tokens`: the tokens of the whole
-    conversation. Raises ChatError if the counted tokens are not a prefix of these tokens.
+    """Returns how many tokens the first `place` messages of a conversation have, rendered without the later messages.
+
+    `tokens`: the tokens of the whole conversation. `header`: if True, counts the header of an assistant's turn after
+    these messages, too. Raises ChatError if `tokens` does not begin with the counted tokens.
     """
     if place == len(messages):
         return len(tokens)
