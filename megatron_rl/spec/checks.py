@@ -31,6 +31,7 @@ from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.data_checks import data_problems, run_data_problems
 from megatron_rl.spec.form_checks import response_form_problems
 from megatron_rl.spec.loss_inputs import loss_input_problems, row_problems
+from megatron_rl.spec.rank_sets import rank_sets
 from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
 from megatron_rl.spec.server_gpus import number_problems
@@ -58,12 +59,14 @@ def problems(spec: Spec, *, to_come: bool = False) -> list[str]:
 
 
 def _problems(spec: Spec, to_come: bool) -> Iterator[str]:
+    sets, problems = rank_sets(spec.roles, spec.cluster.ranks)
+    yield from problems
     for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
         place = f"roles.{name}" if isinstance(spec, RunSpec) else "layout of the model"
         if isinstance(spec, RunSpec):
             yield from (f"roles.{name}.{line}" for line in role_problems(role))
         if role.has_policy and role.model.path:
-            yield from _trained_problems(place, role, spec.cluster.ranks, to_come)
+            yield from _trained_problems(place, role, len(sets[name]), to_come)
     yield from _untrained_problems(spec, to_come)
     if isinstance(spec, RunSpec):
         yield from _run_problems(spec)

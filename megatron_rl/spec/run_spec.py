@@ -20,6 +20,7 @@ from megatron_rl.config.model import Model, RoleConfig
 from megatron_rl.config.run import JobConfig, Launch, Preflight, Run, Sinks
 from megatron_rl.config.schema import GenerateConfig, SftLoss
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
+from megatron_rl.spec.rank_sets import rank_sets
 
 
 @config
@@ -196,6 +197,11 @@ class TrainingSpec(Spec):
 
     run: Run  # name, seed and checkpoints
     sinks: Sinks
+
+    @property
+    def role_ranks(self) -> dict[str, range]:
+        """Returns {role: its ranks}."""
+        return rank_sets(self.roles, self.cluster.ranks)[0]
 
 
 @dataclass(frozen=True, kw_only=True)
