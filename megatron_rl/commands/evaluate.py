@@ -36,6 +36,7 @@ from megatron_rl.evaluation.sets import LoadedSet, read_sets
 from megatron_rl.evaluation.solve import SOLVE, Solver
 from megatron_rl.evaluation.text_scores import BASE, DRIFT, JUNIOR, LEGIBILITY, Texts, drift, legibility
 from megatron_rl.evaluation.votes import Weigher
+from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import World
 from megatron_rl.rewards.grading_pool import check_failures
 from megatron_rl.rewards.source_grading import GradePools
@@ -65,8 +66,9 @@ def run(spec: EvalSpec, place: Place, environment: Mapping[str, str] | None = No
         config = spec.config
         read = [config.model, config.junior, config.base] if DRIFT in config.measures else []
         compared = [model for model in read if model is not None]
-        models = _open_models(spec.engine, compared, world, stack, Direct(environment or {}))
-        world.from_driver(Evaluation(config, models).run, spec)
+        commands = Commands(world)
+        models = _open_models(spec.engine, compared, world, commands, stack, Direct(environment or {}))
+        commands.drive(Evaluation(config, models).run, spec)
     return 0
 
 
@@ -81,14 +83,15 @@ class OpenModels:
 
 
 def _open_models(
-    engines: EngineSpec, read: Sequence[Model], world: World, stack: contextlib.ExitStack, servers: Direct
-) -> OpenModels:
+    engines: EngineSpec, read: Sequence[Model], world: World, commands: Commands, stack: contextlib.ExitStack,
+    servers: Direct,
+) -> OpenModels:  # fmt: skip
     """Opens the engines of the specification `engines`. On the driver (rank 0), also loads the models in `read`, whose
     token distributions will be compared. Collective."""
     models = {name: role.model for name, role in engines.opened.items()}
     tokenizers = {model: tokenizer_of(model) for model in dict.fromkeys([*models.values(), *read])}
     by_role = {name: tokenizers[model] for name, model in models.items()}
-    opened = open_engines(engines, by_role, world, stack, servers=servers).engines
+    opened = open_engines(engines, by_role, world, commands, stack, servers=servers).engines
     by_model = {models[name]: engine for name, engine in opened.items()}
     readers = dict[Model, EmbeddedEngine]()
     for model in dict.fromkeys(read) if world.rank == 0 else []:

@@ -15,8 +15,7 @@ import random
 import shutil
 import signal
 import sys
-import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from megatron_rl.data.problems import Problem, read_problems
 from megatron_rl.data.rows import BadRow, DataError, refuse, table_of, write_parquet
 from megatron_rl.engines.protocol import Engine, complete
 from megatron_rl.evaluation.draw import prompt_tokens
-from megatron_rl.messages.world import World
+from megatron_rl.messages.commands import Commands
 from megatron_rl.rewards.grading_pool import Graded, GradePool, check_failures
 from megatron_rl.run import input_digests
 from megatron_rl.run.checkpoint import read_json, write_json
@@ -49,7 +48,6 @@ from megatron_rl.types import Outcome
 CHUNK = 512  # number of prompts per batch of requests; partial results are saved after each batch
 # Columns that are copied from a problem to its output rows, in addition to those in data.fields
 FIELDS = (QUESTION, MESSAGES, ANSWER, "data_source", "extra_info")
-BEAT_S = 600.0  # seconds between two calls to the waiting ranks; without calls, their wait would time out
 _RESPONSES = pydantic.TypeAdapter(list[list[tuple[str, bool]]])  # the responses of a chunk, as they are saved
 _log = logging.getLogger(__name__)
 
@@ -101,42 +99,20 @@ def run(spec: GenerateSpec, place: Place, environment: Mapping[str, str] | None 
         return True
 
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
-        if world.from_driver(done):
+        if world.from_leader(done):
             return 0
         [name], tokenizer = spec.engine.opened, tokenizer_of(config.model)
         servers = Direct(environment or {}, place.local_rank)
-        engines = open_engines(spec.engine, {name: tokenizer}, world, stack, servers=servers).engines
-        world.serve("generate/beat", lambda _: None)
+        commands = Commands(world)
+        engines = open_engines(spec.engine, {name: tokenizer}, world, commands, stack, servers=servers).engines
 
         def work() -> None:
-            with _beats(world):
-                answers = generations[0].answer(engines[name], tokenizer)
-                generations[0].write(generations[0].grade(answers, tokenizer))
-                shutil.rmtree(generations[0].parts)
+            answers = generations[0].answer(engines[name], tokenizer)
+            generations[0].write(generations[0].grade(answers, tokenizer))
+            shutil.rmtree(generations[0].parts)
 
-        world.from_driver(work)
+        commands.drive(work)
     return 0
-
-
-@contextlib.contextmanager
-def _beats(world: World) -> Iterator[None]:
-    """Context manager that calls a no-op on all ranks every BEAT_S seconds. Without these calls, the other ranks, which
-    only run inference servers, would fail after two hours: the timeout of the collective operation in which they wait.
-    Used on the driver (rank 0), while the other ranks wait in `World.from_driver`.
-    """
-    ended = threading.Event()
-
-    def beat() -> None:
-        while not ended.wait(BEAT_S):
-            world.call_all("generate/beat", [None] * world.size)
-
-    thread = threading.Thread(target=beat, name="beats", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
 
 
 def asked_of(spec: GenerateSpec, tokenizer: Any, problems: Sequence[Problem]) -> list[Asked]:

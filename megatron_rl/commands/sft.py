@@ -60,7 +60,7 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
     samples: list[Row] = []  # `samples` and `validation` are filled on the driver (rank 0) only
     validation: list[Row] = []
     role = spec.roles["model"]
-    steps, validates = world.from_driver(_read, spec, samples, validation)
+    steps, validates = world.from_leader(_read, spec, samples, validation)
     policy = MegatronPolicy(
         role, parallel.create(role.layout), seed=spec.run.seed, deterministic=spec.run.deterministic
     )
@@ -68,7 +68,7 @@ def _run(spec: SftSpec, place: Place, world: World) -> int:
         Interrupts(announce=place.rank == 0) as interrupts,
         open_driver(spec, world, place, total_iterations=steps) as driver,
     ):
-        world.from_driver(driver.compare, spec.models, _told(spec.data, samples, validation))
+        world.from_leader(driver.compare, spec.models, _told(spec.data, samples, validation))
         if driver.finished:
             return 0
         driver.say(
@@ -123,7 +123,7 @@ def _train(
         other_row = Row() if driver_rows is None else samples[0 if step is None else order.before(step)]
         return _with_kl(world, policy, rollouts, other_row, spec.data.max_tokens) if "kl" in loss.needs else rollouts
 
-    saver = Saver(world, driver, {"model": policy.state}, background=spec.run.async_save)
+    saver = Saver(world, driver, {"model": policy.state}, names=["model"], background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
         with (
@@ -168,7 +168,7 @@ def with_reference(
                 _log.warning("%s is damaged, and is computed again: %s", place, error)
         return 0 if stored else len(rollouts)
 
-    count, chunks = world.from_driver(missing), list[np.ndarray]()
+    count, chunks = world.from_leader(missing), list[np.ndarray]()
     for start in range(0, count, REFERENCE_CHUNK):
         part = None if driver_rows is None else rollouts[start : start + REFERENCE_CHUNK]
         chunks += policy_logprobs(world, policy, part, reference=True) or []

@@ -2,58 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from typing import TypeVar
 
 import numpy as np
-from torch import Tensor
 
 from megatron_rl.engines.batched_session import BatchedSession, Row
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.full_prompts import FullPrompts
 from megatron_rl.engines.protocol import Completion, SampleLog, Tokens, TopScores
-from megatron_rl.messages.world import World
+from megatron_rl.messages.commands import Commands
 
 
 class DataParallelEngine:
-    """A set of engines, one per rank, that works as one engine. Every rank constructs this object with the same `name`
-    and the rank's local `engine`.
+    """A set of engines, one on each of a role's ranks, that works as one engine. Every rank constructs this object with
+    the same `name`.
 
-    Implements engines.protocol.Engine for rank 0 (the driver). The driver calls the methods inside `world.from_driver`.
-    The samples do not depend on the number of ranks, provided that a row's log-probs do not depend on the other rows of
-    the batch. Raises FollowerError when a rank fails.
+    Implements engines.protocol.Engine for the driver, which calls the methods. The samples do not depend on the number
+    of ranks, provided that a row's log-probs do not depend on the other rows of the batch. Raises FollowerError when
+    another rank than rank 0 fails.
     """
 
-    def __init__(self, world: World, name: str, engine: EmbeddedEngine) -> None:
-        self.local = engine  # the engine of this rank
-        self._world, self._full = world, FullPrompts(name)
-        self._generate, self._score_top = f"generate/{name}", f"score_top/{name}"
-        world.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
-        world.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
-
-    @property
-    def version(self) -> int:
-        return self.local.version
-
-    def load(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Loads the weights on this rank. Collective: every rank must call it, because the weight stream is
-        collective.
+    def __init__(
+        self, commands: Commands, name: str, engine: EmbeddedEngine, ranks: Sequence[int] | None = None
+    ) -> None:  # fmt: skip
+        """`engine`: the engine of this rank. On rank 0 it checks the requests, and has no weights if rank 0 is not one
+        of the role's `ranks`, the numbers of the ranks that generate; None: all ranks.
         """
-        self.local.load(weights, version=version)
+        self.local, self.version = engine, engine.version
+        self._commands, self._full = commands, FullPrompts(name)
+        self._ranks = range(commands.size) if ranks is None else ranks
+        self._generate, self._score_top = f"generate/{name}", f"score_top/{name}"
+        commands.serve(self._generate, lambda rows: engine.generate_rows([Row(*row) for row in rows]) if rows else [])
+        commands.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
     def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
-        """Returns a new session, whose requests are divided among all ranks."""
+        """Returns a new session, whose requests are divided among the ranks."""
         return BatchedSession(self.generate_rows, self.local.check_ask, self._full, log)
 
     def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
-        """Samples one completion per row. The rows are divided among all ranks. Returns [R] completions in the order of
+        """Samples one completion per row. The rows are divided among the ranks. Returns [R] completions in the order of
         the [R] rows. The rows of one request must be adjacent in `rows`.
         """
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
-        shares = split_over_replicas(samples, self._world.size)
+        shares = split_over_replicas(samples, len(self._ranks))
         told = [(row.tokens, row.key, row.sample, row.sampling) for row in rows]
-        answers = self._world.call_all(self._generate, [[told[i] for i in share] for share in shares])
+        answers = self._commands.each(self._generate, [[told[i] for i in share] for share in shares], self._ranks)
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
@@ -64,9 +59,10 @@ class DataParallelEngine:
         """Implements `engines.protocol.Engine.score_top`. The sequences are divided among the ranks by length."""
         arrays = [np.asarray(sequence, np.int32) for sequence in sequences]
         by_length = sorted(range(len(arrays)), key=lambda i: -len(arrays[i]))
-        shares = [by_length[rank :: self._world.size] for rank in range(self._world.size)]
+        count = len(self._ranks)
+        shares = [by_length[place::count] for place in range(count)]
         asked = [([arrays[i] for i in share], k) for share in shares]
-        return _in_order(shares, self._world.call_all(self._score_top, asked))
+        return _in_order(shares, self._commands.each(self._score_top, asked, self._ranks))
 
     def tend(self) -> None:
         """No-op: there are no servers."""

@@ -1,8 +1,7 @@
-"""The ranks of a run: values and results of rank 0 are sent to all ranks, and rank 0 can run functions on all ranks."""
+"""Values and results of one rank that are sent to the other ranks of a process group."""
 
 from __future__ import annotations
 
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,18 +16,11 @@ from torch.distributed.distributed_c10d import _get_object_coll_device
 from megatron_rl.messages.message_codec import TRAVELLERS, pack, unpack
 
 T = TypeVar("T")
-Handler = Callable[[Any], Any]
 
 
 class DriverError(RuntimeError):
-    """Raised on all ranks except rank 0 if a function that ran on rank 0 raised an error. The message has the traceback
-    from rank 0.
-    """
-
-
-class FollowerError(RuntimeError):
-    """Raised on rank 0 (the driver) if a handler that `call_all` ran raised an error on some rank. The message has the
-    traceback from the rank where the handler failed.
+    """Raised on all ranks except the leader if a function that ran on the leader raised an error. The message has the
+    traceback from there.
     """
 
 
@@ -49,112 +41,54 @@ class Replicas:
 
 
 class World:
-    """All ranks of the default process group, with a separate gloo group for communication (objects are never sent
-    through NCCL).
-
-    While rank 0 runs a function in `from_driver`, the other ranks wait for commands from rank 0: to run a registered
-    handler, or to receive the function's result.
-
-    `work`: a second world of the same ranks and handlers, with a group of its own. The code of a handler uses `work`,
-    because all ranks run the handler, so that no rank waits for the commands of the first world. The field `work` of
-    the second world is the second world itself.
+    """The ranks of a process group, with gloo for communication (objects are never sent through NCCL). Every method is
+    collective: all these ranks call it. The leader is the first of them.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(hours=2), *, outer: World | None = None) -> None:
-        """`outer`: the world whose `work` this world is; None creates both worlds. Collective."""
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._prepare(outer)
-        self.work: World = World(timeout, outer=self) if outer is None else self
-
-    def _prepare(self, outer: World | None) -> None:
-        self._outer = outer
-        self._handlers: dict[str, Handler] = {} if outer is None else outer._handlers
-        self._calling = threading.Lock()  # held during a command: threads of rank 0 send commands in turn
-        self._driver: int | None = None  # on rank 0: id of the thread that runs a function in from_driver
-        self._handling: int | None = None  # id of the thread that runs a handler
-        self._apart = False  # True on rank 0 after an error in `together`, when the other ranks may not listen any more
+    def __init__(self, group: Any = None, *, timeout: timedelta = timedelta(hours=2)) -> None:
+        """`group`: a gloo group of the ranks; None creates one of all ranks, with this timeout. `rank` is this rank's
+        place in the group, counted from 0, and `size` its number of ranks.
+        """
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout) if group is None else group
+        self.rank, self.size = dist.get_rank(self._group), dist.get_world_size(self._group)
+        self._leading = False  # True on the leader inside from_leader
 
     def barrier(self) -> None:
         """Waits until all ranks have called this method."""
         dist.barrier(group=self._group)
 
-    def broadcast(self, value: T) -> T:
-        """Returns rank 0's value on every rank."""
-        return self._send(value)
+    def broadcast(self, value: T, source: int = 0) -> T:
+        """Returns the value of the rank `source`, by default the leader, on every rank."""
+        return value if self.size == 1 else broadcast(value, self._group, source=source)
 
     def everywhere(self, value: bool) -> bool:
-        """Returns whether `value` is true on all ranks. Collective; must not be called inside `from_driver`."""
+        """Returns whether `value` is true on all ranks."""
         return all(all_gather(value, self._group))
 
-    def from_driver(self, function: Callable[..., T], *args: Any) -> T:
-        """Runs `function(*args)` on rank 0 and returns its result on every rank. An exception on rank 0 is raised on
-        every rank.
+    def from_leader(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs `function(*args)` on the leader and returns its result on every rank. An exception on the leader is
+        raised on every rank: itself on the leader, as DriverError on the other ranks.
         """
-        if self._handling == threading.get_ident():
-            raise RuntimeError("from_driver inside a running handler: no rank waits for commands; use work.from_driver")
-        if self._outer is not None and self._outer._driver is not None and self._outer._handling is None:
-            raise RuntimeError("work.from_driver outside a handler: the other ranks wait for commands; use call_all")
-        if self._driver is not None:  # in a nested call, only the outer call sends its result to the other ranks
+        if self._leading:  # in a nested call, only the outer call sends its result to the other ranks
             return function(*args)
         if self.rank != 0:
-            return self._follow()
-        self._driver = threading.get_ident()
+            told: Any = self.broadcast(None)
+            failure, packed = told
+            if failure is not None:
+                raise DriverError(f"rank 0 failed:\n{failure}")
+            return unpack(packed)
+        self._leading = True
         try:
             result = function(*args)
             # inside the try block, so that every rank raises if the result cannot be packed, and no rank waits forever
             packed = pack(result) if self.size > 1 else bytearray()
         except BaseException as error:
-            if not self._apart:
-                self._send(("raise", "".join(traceback.format_exception(error)), None))
+            self.broadcast(("".join(traceback.format_exception(error)), None))
             raise
         finally:
-            self._driver = None
-        self._send(("return", packed, None))
+            self._leading = False
+        self.broadcast((None, packed))
         return result
-
-    def serve(self, name: str, handler: Handler) -> None:
-        """Registers `handler` under a name, so that `call_all` can run it. Every rank must register the same names."""
-        self._handlers[name] = handler
-
-    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        """Runs the handler with this name on every rank at the same time, and returns the list of results by rank. Must
-        be called on rank 0 inside `from_driver`, in any thread. Calls from several threads run one after the other.
-
-        If the handler raises an error on any rank, raises FollowerError, with the rank and the traceback, after all
-        ranks have finished. In the thread that runs a function in `work.from_driver`, the command goes to the ranks
-        through `work`, where they listen.
-        """
-        if self.work is not self and self.work._driver == threading.get_ident():
-            return self.work.call_all(name, args_per_rank)
-        if len(args_per_rank) != self.size:
-            raise ValueError(f"{len(args_per_rank)} arguments for {self.size} ranks: give one per rank")
-        self._check_call("call_all", name)
-        with self._calling:
-            if self.size == 1:
-                return [self._handle(name, args_per_rank[0])]
-            self._send(("call", name, [pack(argument) for argument in args_per_rank]))
-            answers = self._collect(name, args_per_rank[0])
-        for rank, (failure, _) in enumerate(answers):
-            if failure is not None:
-                raise FollowerError(f"rank {rank} failed in {name!r}:\n{failure}")
-        return [unpack(packed) for _, packed in answers]
-
-    def together(self, name: str, argument: Any, others: Any) -> Any:
-        """Runs the handler with this name on every rank at the same time, with `argument` on rank 0 and a copy of
-        `others` on the other ranks. Returns the result of rank 0. Must be called on rank 0 inside `from_driver`.
-
-        For a handler that is collective, so that ranks wait for one another inside it. A rank where the handler fails
-        therefore sends nothing: the rank raises its error at once out of `from_driver`, and the run cannot go on.
-        """
-        self._check_call("together", name)
-        with self._calling:
-            self._send(("together", name, pack(others) if self.size > 1 else None))
-            try:
-                return self._handle(name, argument)
-            except BaseException:
-                self._apart = self.size > 1
-                raise
 
     def scatter(self, sizes: Sequence[int], make: Callable[[int], np.ndarray], replicas: Replicas) -> np.ndarray:
         """Sends from rank 0 to every rank the bytes of the rank's replica. Returns these bytes as a uint8 array.
@@ -200,49 +134,6 @@ class World:
                 dist.recv(torch.from_numpy(values), rank, group=self._group)
             found.append(values)
         return found
-
-    def _follow(self) -> Any:
-        while True:
-            order, what, extra = self._send(None)
-            if order == "return":
-                return unpack(what)
-            if order == "raise":
-                raise DriverError(f"rank 0 failed:\n{what}")
-            if order == "together":
-                self._handle(what, unpack(extra))
-            else:
-                self._collect(what, unpack(extra[self.rank]))
-
-    def _check_call(self, verb: str, name: str) -> None:
-        """Raises ValueError if no handler has this name, and RuntimeError if the ranks cannot run a handler now."""
-        if name not in self._handlers:
-            raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
-        if self._handling == threading.get_ident():
-            raise RuntimeError(f"{verb} of {name!r} inside a running handler: use work.from_driver around the call")
-        if self.size > 1 and self._driver is None:
-            raise RuntimeError(f"{verb} outside from_driver, where the other ranks do not listen: call it inside")
-
-    def _handle(self, name: str, argument: Any) -> Any:
-        self._handling = threading.get_ident()
-        try:
-            return self._handlers[name](argument)
-        finally:
-            self._handling = None
-
-    def _collect(self, name: str, argument: Any) -> list[tuple[str | None, bytes]]:
-        """Runs a registered handler on this rank, and gathers (traceback or None, packed result) of every rank on rank
-        0.
-        """
-        failure, packed = None, bytearray()
-        try:
-            packed = pack(self._handle(name, argument))
-        except BaseException as error:  # the error is sent to rank 0, which raises it on every rank
-            failure = "".join(traceback.format_exception(error))
-        return gather((failure, packed), self._group)
-
-    def _send(self, value: Any) -> Any:
-        """Broadcasts a value from rank 0 and returns it on every rank."""
-        return value if self.size == 1 else broadcast(value, self._group)
 
 
 def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[type] = TRAVELLERS) -> Any:

@@ -34,7 +34,7 @@ class AdapterFiles:
         values that are not finite."""
         place = self._directory / f"v{version}"
         self._policy.export.write_adapter(place)
-        self._world.from_driver(_refuse_non_finite, place, version)
+        self._world.from_leader(_refuse_non_finite, place, version)
 
     def __call__(self, version: int, replicas: Sequence[int]) -> dict[str, float]:
         """Deletes the adapter files that are at least KEPT versions older than `version`. Sends nothing, because the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -174,13 +174,11 @@ def tandem_of(role: RoleConfig) -> TandemSampling | None:
     return TandemSampling(rule=Rule(**rule))
 
 
-def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy, refit: Callable[[int], None] | None) -> Trainee:
-    """Returns everything that is needed to train a role: the policy, the loss, the batch settings, and `refit`, which
-    sends new weights to the role's engine (None for a role without an engine)."""
+def trainee(role: RoleSpec, run: Run, policy: MegatronPolicy) -> Trainee:
+    """Returns everything that is needed to train a role: the policy, the loss and the batch settings."""
     return Trainee(
         policy=policy,
         loss=loss_of(role),
-        refit=refit,
         samples_per_optimizer_step=role.samples_per_optimizer_step,
         sleeps=role.sleep,
         peak_flops=peak_flops(run, role.model.dtype),

@@ -11,7 +11,7 @@ import torch
 from megatron_rl.config.schema import ConfigError, Servers
 from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError
-from megatron_rl.messages.world import World
+from megatron_rl.messages.commands import Commands
 from megatron_rl.session.control_protocol import HELD, HOLD, RELEASE, SERVES, SETTLE
 from megatron_rl.session.server_supervisors import LEAVE_S, Supervisor
 from megatron_rl.spec.run_spec import EngineSpec
@@ -22,7 +22,8 @@ MARGIN_S = 60.0  # added to engine.start_timeout_s: seconds to end a server that
 class ColocatedServers:
     """The servers of a run that share the trainer's GPUs. Implements training.device_memory.ColocatedEngines.
 
-    Every rank has an instance. `pools` is {role: server pool} on the driver (rank 0), and empty on other ranks.
+    Every rank has an instance; the driver calls `sleep` and `wake`. `pools` is {role: server pool} on rank 0, and empty
+    on other ranks.
     `supervisors` are the processes that this rank started to supervise servers; they restart dead servers.
 
     A sleeping server has released its GPU memory. All servers are put to sleep in three steps. First, the supervisors
@@ -31,40 +32,31 @@ class ColocatedServers:
     """
 
     def __init__(
-        self, world: World, pools: Mapping[str, Pool], supervisors: Sequence[Supervisor], *,
+        self, commands: Commands, pools: Mapping[str, Pool], supervisors: Sequence[Supervisor], *,
         discarding: Collection[str], start_timeout_s: float,
     ) -> None:  # fmt: skip
         """`discarding`: roles whose servers may discard their weights when they sleep, because every weight sync sends
         all weights."""
-        self._world, self._pools, self._supervisors = world, pools, supervisors
+        self._commands, self._pools, self._supervisors = commands, pools, supervisors
         self._discarding, self._timeout_s = frozenset(discarding), start_timeout_s + MARGIN_S
-        world.serve("colocated/settle", self._settle)
-        world.serve("colocated/hold", self._hold)
-        world.serve("colocated/release", self._release)
+        commands.serve("colocated/settle", self._settle)
+        commands.serve("colocated/hold", self._hold)
+        commands.serve("colocated/release", self._release)
         for pool in pools.values():
             pool.sleep_all = self._sleep_all
 
     def sleep(self, refitted: Collection[str]) -> None:
-        """Makes all servers release their GPU memory. `refitted`: see ColocatedEngines.sleep. Collective."""
-        self._world.work.from_driver(self._sleep, frozenset(refitted))
-
-    def wake(self) -> None:
-        """Makes all sleeping servers allocate their GPU memory again and answer requests. See ColocatedEngines.wake.
-        Collective."""
-        self._world.work.from_driver(self._wake)
-
-    def _sleep(self, refitted: frozenset[str]) -> None:
-        """Implements `sleep` on the driver (rank 0), inside `from_driver` of a world. `refitted`: see
-        ColocatedEngines.sleep."""
+        """Makes all servers release their GPU memory. `refitted`: see ColocatedEngines.sleep."""
+        discarded = self._discarding & {*refitted}
         listed = [one for own in self._everywhere("settle") for one in own]
         asleep: list[str] = []
         for name, pool in self._pools.items():
             own = [one.split(" ", 1)[1] for one in listed if one.split(" ", 1)[0] == name]
-            asleep += pool.sleep(own, discard=name in refitted & self._discarding)
+            asleep += pool.sleep(own, discard=name in discarded)
         self._everywhere("hold", asleep)
 
-    def _wake(self) -> None:
-        """Implements `wake` on the driver (rank 0), inside `from_driver` of a world.
+    def wake(self) -> None:
+        """Makes all sleeping servers allocate their GPU memory again and answer requests. See ColocatedEngines.wake.
 
         Servers that were restarted receive the current weights before any server allocates its KV cache."""
         for pool in self._pools.values():
@@ -78,11 +70,11 @@ class ColocatedServers:
         iteration receive the current weights.
 
         Aborts the requests that the servers are processing."""
-        self._sleep(frozenset())
-        self._wake()
+        self.sleep(())
+        self.wake()
 
     def _everywhere(self, verb: str, argument: Sequence[str] = ()) -> list[list[str]]:
-        return self._world.call_all(f"colocated/{verb}", [[*argument]] * self._world.size)
+        return self._commands.each(f"colocated/{verb}", [[*argument]] * self._commands.size)
 
     def _settle(self, _: Sequence[str]) -> list[str]:
         """Stops this rank's supervisors from starting servers. Returns a text `ROLE ID` for each running server. ID

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
+from megatron_rl.messages.commands import Commands
+from megatron_rl.messages.world import World
 from megatron_rl.run.checkpoint import write_json
 from megatron_rl.run.run_directory import RunDirectory, RunError
 from megatron_rl.session import builders
@@ -21,10 +23,10 @@ from megatron_rl.spec.run_spec import RoleSpec, RunSpec
 from megatron_rl.texts.chat_template import tokenizer_of
 from megatron_rl.training import preflight
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.fleet import Fleet
 from megatron_rl.training.iteration import RolloutContext
 from megatron_rl.training.lessons import Lesson
+from megatron_rl.training.rank_fleet import RankFleet
 from megatron_rl.training.rollouts import plain
 from megatron_rl.types import Rollout
 
@@ -84,26 +86,34 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
             )
 
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
-        world.from_driver(refuse_a_begun_run)
+        world.from_leader(refuse_a_begun_run)
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
         tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
         role = next(iter(spec.recipe.roles()))
         readers, _, _ = builders.prompts(
             spec.recipe, spec.data, spec.roles, tokenizers, spec.prompt_limits(role), seed=spec.run.seed
         )
+        commands, ranks = Commands(world), spec.role_ranks
         policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
-        run_engines = open_engines(spec.engine, tokenizers, world, stack, servers=Supervised(quiet), sources=policies)
+        run_engines = open_engines(
+            spec.engine, tokenizers, world, commands, stack, servers=Supervised(quiet), sources=policies, ranks=ranks
+        )
         no_grades = lambda responses, payloads: []  # noqa: E731  a drift test grades nothing
         context = builders.context(
             spec.roles, spec.reward, spec.loop.rollouts, run_engines.engines, tokenizers, no_grades, driver.watch,
             seed=spec.run.seed,
         )  # fmt: skip
+        refits = run_engines.refits  # a critic has no engine to drift from
         trainees = {
-            name: builders.trainee(spec.roles[name], spec.run, policies[name], refit)
-            for name, refit in run_engines.refits.items()  # a critic has no engine to drift from
-        }
-        fleet = EveryRank(world, DeviceMemory(trainees, run_engines.colocated))
+            name: builders.trainee(spec.roles[name], spec.run, policy)
+            for name, policy in policies.items() if spec.roles[name].head is None
+        }  # fmt: skip
+        memory = DeviceMemory(trainees, colocated=run_engines.colocated is not None)
+        worlds = {name: World(policy.groups.control) for name, policy in policies.items()}
+        fleet = RankFleet(
+            commands, memory, refits, world_of=worlds.__getitem__, ranks=ranks, engines=run_engines.colocated
+        )
 
         prompts = readers[role].take(spec.run.prompts_per_iteration)
         texts = [spec.recipe.prompt(prompt.payload) for prompt in prompts]
@@ -111,10 +121,10 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
 
         def probe_and_conclude() -> int:
             probes = Probes(fleet, context, spec.trained_policies, texts)
-            _probe(probes, fleet, trainees, updates, driver.say)
+            _probe(probes, fleet, refits, updates, driver.say)
             return _conclude(driver, settings.kind, limit, probes.gaps)
 
-        return world.from_driver(probe_and_conclude)
+        return commands.drive(probe_and_conclude)
 
 
 def still(spec: RunSpec) -> RunSpec:
@@ -200,7 +210,8 @@ class Probes:
         if version and name in self._trained:
             # Advantages alternate between 1 and -1, so that the update computes gradients that are not 0.
             rollouts = [replace(r, advantages=float(1 - 2 * (i % 2))) for i, r in enumerate(self._drawn[name])]
-            self._fleet.update(Lesson(policy=name, roles=(name,), rollouts=rollouts, signal=True), [name])
+            lesson = Lesson(policy=name, roles=(name,), rollouts=rollouts, signal=True)
+            self._fleet.update(lesson, [name]).result()
         if version:
             self._fleet.refit(name, version)
         self._fleet.generate()

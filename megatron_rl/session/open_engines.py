@@ -9,7 +9,7 @@ import contextlib
 import functools
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,6 +34,7 @@ from megatron_rl.engines.server import Adapters, Server
 from megatron_rl.engines.server_process import make_token
 from megatron_rl.engines.server_registry import Listing, ServerRegistry
 from megatron_rl.engines.static_servers import Addresses
+from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import World, all_gather
 from megatron_rl.refit.topology import Topology
 from megatron_rl.refit.trainer_side import TrainerSide
@@ -45,6 +46,7 @@ from megatron_rl.session.server_connection import ENGINES, HostServer, check_gpu
 from megatron_rl.session.server_supervisors import Supervisor, end_supervisors, hopeless
 from megatron_rl.spec.checks import quantisation_problems
 from megatron_rl.spec.run_spec import EngineSpec
+from megatron_rl.training.device_memory import leaving
 from megatron_rl.weights.hf_model import eos_tokens, local_directory, read_architecture
 from megatron_rl.weights.rank_layouts import EngineLayout
 
@@ -58,7 +60,7 @@ class RunEngines:
     """The engines of a command, and the refits: functions that send a policy's weights to the policy's engine.
     `engines` and `refits` are keyed by role.
 
-    Servers and endpoints are in `engines` on the driver (rank 0) only. Refits are collective.
+    Servers and endpoints are in `engines` on rank 0 only. Refits are called by the driver.
     """
 
     engines: dict[str, Engine] = field(default_factory=dict)
@@ -112,17 +114,20 @@ class Direct:
 
 
 def open_engines(
-    engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, stack: contextlib.ExitStack, *,
-    servers: Supervised | Direct, sources: Mapping[str, MegatronPolicy] | None = None,
+    engines: EngineSpec, tokenizers: Mapping[str, Any], world: World, commands: Commands, stack: contextlib.ExitStack,
+    *, servers: Supervised | Direct, sources: Mapping[str, MegatronPolicy] | None = None,
+    ranks: Mapping[str, Sequence[int]] | None = None,
 ) -> RunEngines:  # fmt: skip
     """Opens an engine for each role that has a separate engine. Collective.
 
-    `tokenizers`: {role: tokenizer}. `sources`: {role: policy whose weights the refits of the role send}, in a training
-    run only. The engine of a role without a source keeps the weights of its model directory. Engines, and servers that
+    `tokenizers`: {role: tokenizer}. `sources`: {role: this rank's part of the policy whose weights the refits of the
+    role send}, in a training run only. `ranks`: {role: its ranks}; None: every role has all ranks. The engine of a role
+    without a policy keeps the weights of its model directory. Engines, and servers that
     this function starts, end when `stack` closes. Raises ConfigError for invalid settings, and StartError for a direct
     server that does not start.
     """
-    opener = _Opener(engines, tokenizers, world, stack, sources or {}, RunEngines())
+    ranks = dict.fromkeys(engines.opened, range(world.size)) if ranks is None else ranks
+    opener = _Opener(engines, tokenizers, world, commands, ranks, stack, sources or {}, RunEngines())
     settings = engines.settings
     environment = servers.environment if isinstance(servers, Direct) else os.environ
     for name, policy in opener.sources.items():
@@ -162,6 +167,8 @@ class _Opener:
     engines: EngineSpec
     tokenizers: Mapping[str, Any]
     world: World
+    commands: Commands
+    ranks: Mapping[str, Sequence[int]]  # {role: its ranks}
     stack: contextlib.ExitStack
     sources: Mapping[str, MegatronPolicy]
     opened: RunEngines
@@ -180,30 +187,38 @@ class _Opener:
             self.opened.engines[name] = engine
 
     def open_embedded(self, settings: Embedded, servers: Supervised | Direct) -> None:
-        """Creates an embedded engine for each role, in every rank."""
+        """Creates an embedded engine for each role, on the role's ranks, and on rank 0 for the driver."""
         for name, role in self.engines.opened.items():
+            ranks, member = self.ranks[name], self.world.rank in self.ranks[name]
+            if not member and self.world.rank != 0:
+                continue
             policy = self.sources.get(name)
             engine = embedded_engine(
                 role.model, settings, self.tokenizers[name],
                 junior=None if role.tandem is None else role.tandem.junior or role.model.path,
-                tells_experts=policy is not None and role.router_replay, quantization=settings.quantization,
+                tells_experts=role.has_policy and role.router_replay, quantization=settings.quantization,
             )  # fmt: skip
-            self.opened.engines[name] = DataParallelEngine(self.world, name, engine)
-            if policy is None:
+            if not role.has_policy and member:
                 engine.load_pretrained()
+            of_all = self.opened.engines[name] = DataParallelEngine(self.commands, name, engine, ranks)
+            if not role.has_policy:
+                of_all.version = 0
                 continue
             assert isinstance(servers, Supervised), "only a training run has sources"
-            replicas = policy.export.trainer_layout.world
-            layout = EngineLayout(replicas=replicas, whole=True, quantization=settings.quantization)
-            hosts = all_gather(socket.gethostname(), policy.groups.control)
-            # network address at which the other ranks reach rank 0
-            host = LOCAL if len({*hosts}) == 1 else address_among_ranks(os.environ)
-            side, refitted = self._trainer_side(name, policy, layout, host, engine), servers.driver.refitted
+            if policy is not None:
+                replicas = policy.export.trainer_layout.world
+                layout = EngineLayout(replicas=replicas, whole=True, quantization=settings.quantization)
+                hosts = all_gather(socket.gethostname(), policy.groups.control)
+                # network address at which the role's other ranks reach the first one
+                host = LOCAL if len({*hosts}) == 1 else address_among_ranks(os.environ)
+                self.commands.serve(f"refit/{name}", self._trainer_side(name, policy, layout, host, engine))
+            self.opened.refits[name] = functools.partial(self._refit_embedded, of_all, name, servers.driver)
 
-            def refit(version: int, name: str = name, side: TrainerSide = side, refitted: Any = refitted) -> None:
-                refitted({"role": name, "version": version, **side(version)})
-
-            self.opened.refits[name] = refit
+    def _refit_embedded(self, engine: DataParallelEngine, name: str, driver: Driver, version: int) -> None:
+        """Sends a role's weights to the embedded engine. Called by the driver."""
+        command = self.commands.together(f"refit/{name}", version, version, self.ranks[name], about=name)
+        driver.refitted({"role": name, "version": version, **command.result()})
+        engine.version = version
 
     def open_pools(self, settings: Servers, servers: Supervised) -> None:
         """Starts the servers if engine.start is set. Creates the server pool of each role on the driver (rank 0). For
@@ -216,25 +231,40 @@ class _Opener:
             if world.rank == 0:
                 pool = self._pool(name, settings, supervisors, servers, shared)
                 self.opened.engines[name] = self.opened.pools[name] = pool
-            policy = self.sources.get(name)
-            if policy is None:
+            if not engines.opened[name].has_policy:
                 continue
-            if (adapters := self._adapter_files(name, settings)) is not None:
-                side, present = AdapterFiles(world.work, policy, adapters), nullcontext
-            else:
-                layout = EngineLayout(
-                    replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,
-                    quantization=settings.quantization,
-                )  # fmt: skip
-                side, present = self._trainer_side(name, policy, layout, settings.host), policy.memory.present
-            refit = PoolRefit(world, name, side, pool, servers.driver, engines.refit, present=present)
-            self.opened.refits[name] = refit
+            policy, ranks, side, present = self.sources.get(name), self.ranks[name], None, nullcontext
+            if policy is not None:
+                side, present = self._pool_side(name, policy, settings)
+            address = world.broadcast(None if side is None else side.address, source=ranks[0])
+            assert address is not None, "the first of the role's ranks has a side"
+            self.opened.refits[name] = PoolRefit(
+                self.commands, name, ranks, side, address, pool, servers.driver, engines.refit, present=present
+            )
         if settings.colocate:
             # A weight sync of these roles sends all weights, so their servers may discard the weights when they sleep.
             discarding = [name for name, role in engines.opened.items() if role.has_policy and role.tandem is None]
             self.opened.colocated = ColocatedServers(
-                world, self.opened.pools, supervisors, discarding=discarding, start_timeout_s=settings.start_timeout_s
+                self.commands,
+                self.opened.pools,
+                supervisors,
+                discarding=discarding,
+                start_timeout_s=settings.start_timeout_s,
             )
+
+    def _pool_side(
+        self, name: str, policy: MegatronPolicy, settings: Servers
+    ) -> tuple[TrainerSide | AdapterFiles, Callable[[], contextlib.AbstractContextManager[None]]]:  # fmt: skip
+        """Returns the object with which this rank sends a role's weights to the role's servers, and a function whose
+        context manager keeps the weights on the GPU. Collective over the role's ranks."""
+        if (adapters := self._adapter_files(name, settings)) is not None:
+            return AdapterFiles(World(policy.groups.control), policy, adapters), nullcontext
+        layout = EngineLayout(
+            replicas=settings.replicas, tp=settings.tp, expert_parallel=settings.expert_parallel,
+            quantization=settings.quantization,
+        )  # fmt: skip
+        present = functools.partial(leaving, policy.memory) if settings.colocate else nullcontext
+        return self._trainer_side(name, policy, layout, settings.host), present
 
     def _start_supervisors(self, settings: Servers) -> list[Supervisor]:
         """Starts `megatron-rl serve` processes: on the driver (rank 0) for all servers, or on each rank for the servers
@@ -242,7 +272,7 @@ class _Opener:
         engines, world, supervisors = self.engines, self.world, list[Supervisor]()
         self.stack.callback(end_supervisors, supervisors)
         if settings.start:
-            world.from_driver(check_gpus, engines, os.environ)
+            world.from_leader(check_gpus, engines, os.environ)
         if settings.colocate:
             for policy in self.sources.values():
                 policy.memory.sleep(weights=True)
@@ -260,7 +290,7 @@ class _Opener:
     ) -> Pool:  # fmt: skip
         """Returns the pool of the servers that generate for a role. The role may share the servers with other roles."""
         registry, client = ServerRegistry(self.engines.directory / ENGINES), self._connect(name, settings)
-        listed, fixed = self.engines.roles[name].servers, name not in self.sources
+        listed, fixed = self.engines.roles[name].servers, not self.engines.roles[name].has_policy
         pool = Pool(name, settings, registry, client, fixed=fixed, listed=listed, shared=shared)
         if settings.urls:
             self.stack.callback(Addresses(registry, name, settings.urls[name], client).close)
@@ -297,7 +327,7 @@ class _Opener:
         servers} when all are ready. Collective.
 
         Raises ConfigError on the driver (rank 0) if the ranks are not on exactly `engines.hosts` hosts."""
-        engines, world = self.engines, self.world
+        engines, world, commands = self.engines, self.world, self.commands
         share = settings.replicas // engines.hosts
 
         def start(role: str, replica: int) -> str:
@@ -311,19 +341,19 @@ class _Opener:
         def start_all() -> dict[str, list[str]]:
             if engines.hosts == 1:
                 return start_share(0)
-            firsts = world.call_all("engines/first", [None] * world.size)
+            firsts = commands.each("engines/first", [None] * world.size)
             if sum(firsts) != engines.hosts:
                 raise ConfigError(
                     f"job.nodes = {engines.hosts}, and the ranks are on {sum(firsts)} hosts (in so many is "
                     "LOCAL_RANK 0): start one rank on each of job.nodes hosts"
                 )
             hosts = [sum(firsts[:rank]) if first else None for rank, first in enumerate(firsts)]
-            shares = world.call_all("engines/start", hosts)
+            shares = commands.each("engines/start", hosts)
             return {role: [url for urls in shares for url in urls[role]] for role in engines.server_roles}
 
-        world.serve("engines/first", lambda _: servers.local_rank == 0)
-        world.serve("engines/start", start_share)
-        return world.from_driver(start_all)
+        commands.serve("engines/first", lambda _: servers.local_rank == 0)
+        commands.serve("engines/start", start_share)
+        return commands.drive(start_all)
 
     def _connect(self, name: str, settings: Servers) -> Callable[[Listing], Server]:
         """Returns a function that creates a client with which a role's requests go to a server."""

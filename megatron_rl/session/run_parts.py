@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,9 +36,18 @@ class RunParts:
     tokenizers: Mapping[str, Any]
     readers: Mapping[str, PromptReader | MixedReader]  # prompt readers by role; roles may share a reader
     held_out: Mapping[str, list[Prompt]]  # {name of an evaluation set: prompts}
-    policies: Mapping[str, MegatronPolicy]
+    policies: Mapping[str, MegatronPolicy]  # those of this rank
+    ranks: Mapping[str, range]  # {role: its ranks}
     progress: Progress
     recipe_states: list[dict[str, Any]]  # the recipe's states in the checkpoint (CreditStage.states); [] in a new run
+
+    @functools.cached_property
+    def _worlds(self) -> dict[str, World]:
+        return {name: World(policy.groups.control) for name, policy in self.policies.items()}
+
+    def world_of(self, policy: str) -> World:
+        """Returns the ranks of a policy of this rank."""
+        return self._worlds[policy]
 
 
 def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrupts) -> RunParts:
@@ -53,7 +63,7 @@ def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrup
     held = {name: [prompt.payload for prompt in own] for name, own in held_out.items()}
     for line in overlaps(texts, held, spec.loop.evaluation):
         driver.say(line)
-    world.from_driver(driver.compare, spec.models, rows)
+    world.from_leader(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
     driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
     policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
@@ -61,7 +71,8 @@ def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrup
     if driver.resumed is not None:
         place = driver.resumed.path / STATE
         for name in spec.trained_policies:
-            _restore(policies[name], name, world, driver, spec.reference_resets.get(name))
+            if name in policies:
+                _restore(policies[name], name, driver, spec.reference_resets.get(name))
         cure = "remove this checkpoint to go on from an earlier one, or give another run.name"
         with refusing(lambda error: f"{place} is not the state of this run ({error!r}): {cure}", *UNREADABLE):
             state = driver.resumed.read_state()
@@ -72,11 +83,11 @@ def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrup
         driver.checkpoints.protected = frozenset(number for number, _ in progress.best)
     return RunParts(
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
-        held_out=held_out, policies=policies, progress=progress, recipe_states=recipe_states,
+        held_out=held_out, policies=policies, ranks=spec.role_ranks, progress=progress, recipe_states=recipe_states,
     )  # fmt: skip
 
 
-def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, reset_every: int | None) -> None:
+def _restore(policy: MegatronPolicy, name: str, driver: Driver, reset_every: int | None) -> None:
     """Restores a policy from the checkpoint from which the run resumes. If the policy's reference model was replaced
     during the run, restores the reference model from the checkpoint of its last replacement. `reset_every`: iterations
     between two replacements; None if the reference model is never replaced. Collective."""
@@ -90,7 +101,7 @@ def _restore(policy: MegatronPolicy, name: str, world: World, driver: Driver, re
                 f"{path} is missing, from which the reference of {name} is read: set roles.{name}.loss."
                 "reset_reference_every to its value when the run was stopped"
             )
-        world.from_driver(refuse_code, path)
+        World(policy.groups.control).from_leader(refuse_code, path)
         policy.state.load(path)
         if path != paths[-1]:
             policy.keep_reference()

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,6 +33,7 @@ from megatron_rl.config.base import without_passwords
 from megatron_rl.devices.allocator import limit_arenas, return_free_pages
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.lib.user_code import one_line, told, traceback_of
+from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import DriverError, World
 from megatron_rl.run import file_checksums, input_digests, json_lines
 from megatron_rl.run.checkpoint import (
@@ -191,7 +192,7 @@ def open_world_for(spec: Spec, place: Place) -> Iterator[World]:
     """
     deterministic = isinstance(spec, TrainingSpec) and spec.run.deterministic
     with open_world(place, spec.directory, deterministic=deterministic) as world:
-        world.from_driver(lambda: check_models(loaded_models(spec)))
+        world.from_leader(lambda: check_models(loaded_models(spec)))
         yield world
 
 
@@ -206,8 +207,8 @@ def open_driver(
     with contextlib.ExitStack() as stack:
         own = spec.directory
         job, restart = ("", 0) if place.job is None else (place.job.id, place.job.restart)
-        world.from_driver(lambda: stack.enter_context(only_one(own, job=job, restart=restart)))
-        path = Path(world.from_driver(lambda: str(open_run(spec.run, config_files.dump_tree(spec.settings)).path)))
+        world.from_leader(lambda: stack.enter_context(only_one(own, job=job, restart=restart)))
+        path = Path(world.from_leader(lambda: str(open_run(spec.run, config_files.dump_tree(spec.settings)).path)))
         watchdog = Watchdog(path, place.session, world.rank, spec.run.hang_after_s)
         stack.enter_context(watchdog.watching())
         with _opened(spec, world, RunDirectory(path), total_iterations, watchdog, place) as driver:
@@ -220,9 +221,9 @@ def _opened(
     place: Place,
 ) -> Iterator[Driver]:  # fmt: skip
     checkpoints = Checkpoints(directory.checkpoints, spec.run.keep)
-    newest = _newest(world, checkpoints) if spec.run.resume != "never" else None
+    newest = _newest(world, Commands(world), checkpoints) if spec.run.resume != "never" else None
     done = newest.number if newest else 0
-    summary = world.from_driver(directory.read_summary)
+    summary = world.from_leader(directory.read_summary)
     # With resume = must, a run that stopped early goes on, for example after early_stop.patience was raised.
     ends = (total_iterations, None if spec.run.resume == "must" else summary.get("stopped_early"))
     finished = done in ends and bool(summary.get("finished"))
@@ -232,7 +233,7 @@ def _opened(
         done=f"{done} iterations" if done else None,
         accept=spec.run.resume == "must",
     )
-    changes = world.from_driver(lambda: record.compare(input_digests.FILES, input_digests.read_files(spec.settings)))
+    changes = world.from_leader(lambda: record.compare(input_digests.FILES, input_digests.read_files(spec.settings)))
     driver = Driver(directory, checkpoints, newest, record, finished, watch, leave)
     if world.rank != 0:
         yield driver
@@ -281,7 +282,7 @@ def _noting_failure(directory: RunDirectory, console: RunConsole) -> Iterator[No
         raise
 
 
-def _newest(world: World, checkpoints: Checkpoints) -> Checkpoint | None:
+def _newest(world: World, commands: Commands, checkpoints: Checkpoints) -> Checkpoint | None:
     """Returns the newest checkpoint whose files match their checksums, or None if there is no such checkpoint.
     Collective: each rank reads and checks a part of the files."""
 
@@ -289,11 +290,11 @@ def _newest(world: World, checkpoints: Checkpoints) -> Checkpoint | None:
         return file_checksums.wrong(Path(path), known_digests(Path(path)), part=(world.rank, world.size))
 
     def wrong_anywhere(path: Path) -> list[str]:
-        found = world.call_all("checksums", [str(path)] * world.size)
+        found = commands.each("checksums", [str(path)] * world.size)
         return [sentence for own in found for sentence in own]
 
-    world.serve("checksums", wrong_here)
-    return world.from_driver(lambda: checkpoints.newest(wrong_anywhere))
+    commands.serve("checksums", wrong_here)
+    return commands.drive(lambda: checkpoints.newest(wrong_anywhere))
 
 
 class Saver:
@@ -305,12 +306,12 @@ class Saver:
     """
 
     def __init__(
-        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, background: bool,
+        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, names: Sequence[str], background: bool,
         present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: function that returns, for the name of a policy, a context manager in whose block the policy is on
-        the GPU."""
-        self._present = present
+        """`policies`: the policies of this rank. `names`: those of all ranks. `present`: function that returns, for the
+        name of a policy, a context manager in whose block the policy is on the GPU."""
+        self._present, self._names = present, names
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
         self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
         self._measured = False
@@ -329,17 +330,17 @@ class Saver:
 
         def begin() -> None:
             pending = checkpoints.begin(number)
-            for name in self._policies:
+            for name in self._names:
                 (pending / name).mkdir()
 
-        self._world.from_driver(begin)
+        self._world.from_leader(begin)
         background = self._background and self._measured
         return_free_pages()  # frees memory before the writer processes are forked
         with self._refusing(number):
             for name, policy in self._policies.items():
                 with self._present(name):
                     policy.save(checkpoints.pending(number) / name, background=background)
-            self._world.from_driver(lambda: write_json(checkpoints.pending(number) / STATE, state))
+            self._world.from_leader(lambda: write_json(checkpoints.pending(number) / STATE, state))
         self._due = number
         if background:
             return None
@@ -358,7 +359,7 @@ class Saver:
         number = self._due
         with self._refusing(number):
             if self._summing is None:
-                if not all([policy.saved(wait=wait) for policy in self._policies.values()]):
+                if not self._world.everywhere(all([own.saved(wait=wait) for own in self._policies.values()])):
                     return None
                 self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), self._world.rank)
             if not wait and not self._world.everywhere(self._summing.done()):
@@ -366,7 +367,7 @@ class Saver:
             summing, self._due, self._summing = self._summing, None, None
             summing.result()
             self._world.barrier()
-            self._world.from_driver(lambda: self._driver.checkpoints.commit(number) and None)
+            self._world.from_leader(lambda: self._driver.checkpoints.commit(number) and None)
         return number
 
     @contextlib.contextmanager

@@ -19,7 +19,7 @@ def in_stages(
     say: Callable[[str], None],
 ) -> Callable[[int], None]:
     """Returns a function for every rank to call before an iteration with the iteration's index. It applies the settings
-    of the iteration's stage to the policies, and replaces the reference models that are due
+    of the iteration's stage to the policies of the rank, and replaces the reference models that are due
     (loss.reset_reference_every).
 
     `roles`: the settings of iterations outside of stages. `resets`: {role: iterations between two replacements}.
@@ -37,9 +37,15 @@ def in_stages(
             changes = {} if stage is None else stage.overrides
             told = ", ".join(f"{name} = {value}" for name, value in changes.items())
             say(f"iteration {number + 1} begins a stage: {told or 'the settings outside of stages'}")
-        for name in [name for name, every in resets.items() if number and number % every == 0]:
-            with memory.weights(name):
-                policies[name].reset_reference()
+        for name in due_resets(resets, number):
+            if name in policies:
+                with memory.weights(name):
+                    policies[name].reset_reference()
             say(f"iteration {number + 1}: the weights of {name} become its reference, and its optimizer begins anew")
 
     return begin
+
+
+def due_resets(resets: Mapping[str, int], number: int) -> list[str]:
+    """Returns the names of the policies whose reference models are replaced before the iteration with this index."""
+    return [name for name, every in resets.items() if number and number % every == 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 
+from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.base import ConfigError
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.lib.leaf_modules import leaf
+from megatron_rl.messages.commands import Commands
 from megatron_rl.rewards.source_grading import GradePools
 from megatron_rl.run.console import before_after
 from megatron_rl.run.json_lines import DiskError
@@ -29,17 +32,17 @@ from megatron_rl.session.run_collection import open_collector, open_store
 from megatron_rl.session.run_observer import run_observer
 from megatron_rl.session.run_parts import RunParts, open_parts
 from megatron_rl.session.run_setup import Saver, open_driver, open_world_for
-from megatron_rl.session.run_stages import in_stages
+from megatron_rl.session.run_stages import due_resets, in_stages
 from megatron_rl.session.trained import export_model
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
 from megatron_rl.training import loop
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.held_out_sets import Examiner, stopped_early
 from megatron_rl.training.iteration_engines import GradeTurns
 from megatron_rl.training.lessons import CreditDesk
 from megatron_rl.training.progress import Plan, Progress, never_learned
+from megatron_rl.training.rank_fleet import RankFleet
 from megatron_rl.training.start import start
 
 
@@ -79,9 +82,11 @@ def _train(
     spec, world, driver = parts.spec, parts.world, parts.driver
     leave = lambda: parts.interrupts.requested or driver.leave.asked()  # noqa: E731
     driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
+    commands = Commands(world)
     run_engines = open_engines(
-        spec.engine, parts.tokenizers, world, stack, servers=Supervised(driver, leave), sources=parts.policies
-    )
+        spec.engine, parts.tokenizers, world, commands, stack, servers=Supervised(driver, leave),
+        sources=parts.policies, ranks=parts.ranks,
+    )  # fmt: skip
     if driver.tracker is not None:
         driver.tracker.watch(run_engines.loads)
     turns = GradeTurns(builders.grade_with(spec.data.sources, spec.reward, pools))
@@ -89,20 +94,19 @@ def _train(
         spec.roles, spec.reward, spec.loop.rollouts, run_engines.engines, parts.tokenizers, turns.at(0), driver.watch,
         seed=spec.run.seed,
     )  # fmt: skip
-    trainees = {
-        name: builders.trainee(spec.roles[name], spec.run, policy, run_engines.refits.get(name))
-        for name, policy in parts.policies.items()
-    }
-    memory = DeviceMemory(trainees, run_engines.colocated)
-    fleet = _fleet(parts, memory, run_engines)
-    trained = {name: parts.policies[name].state for name in spec.trained_policies}
-    saver = Saver(world.work, driver, trained, background=spec.run.async_save, present=memory.weights)
+    trainees = {name: builders.trainee(spec.roles[name], spec.run, policy) for name, policy in parts.policies.items()}
+    memory = DeviceMemory(trainees, colocated=run_engines.colocated is not None)
+    fleet = _fleet(parts, commands, memory, run_engines)
+    trained = {name: parts.policies[name].state for name in spec.trained_policies if name in parts.policies}
+    saver = Saver(
+        world, driver, trained, names=spec.trained_policies, background=spec.run.async_save, present=memory.weights
+    )
     checkpoints = RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
     sets = evaluations.held_out_sets(
         spec.data.held_out, parts.held_out, spec.reward, stack, greedy=spec.loop.evaluation.greedy
     )
 
-    def drive() -> bool:
+    def drive() -> tuple[bool, bool]:
         collector = open_collector(parts, context, open_store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
         stack.callback(collector.close)
         served = run_engines.served
@@ -110,13 +114,17 @@ def _train(
         loop_parts = _loop_parts(parts, fleet, checkpoints, examiner, listener)
         plan = _plan(parts)
         start(loop_parts, context, plan, parts.progress)
-        return loop.train(loop_parts, plan, parts.progress)
+        finished = loop.train(loop_parts, plan, parts.progress)
+        stopped = listener is not None and listener.stopped and not listener.gone
+        if finished or stopped:
+            fleet.engines.clear()  # the weights are exported then
+        return finished, stopped
 
     owners = {name: policy.memory.held_bytes for name, policy in parts.policies.items()}
     for name, engine in run_engines.engines.items():
         owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
     with memory_explained(driver.directory.path, world.rank, owners):
-        return _drive(parts, memory, drive, listener)
+        return _drive(parts, lambda: commands.drive(drive), listener)
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
@@ -134,10 +142,11 @@ def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
     return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found]}
 
 
-def _drive(parts: RunParts, memory: DeviceMemory, drive: Callable[[], bool], listener: Listener | None) -> int:
+def _drive(parts: RunParts, drive: Callable[[], tuple[bool, bool]], listener: Listener | None) -> int:
     """Runs the training loop and exports the trained models. Returns the exit status, see `_train`. Collective.
 
-    `drive`: runs the training loop on the driver (rank 0), and returns whether all iterations are done."""
+    `drive`: runs the training loop, and returns whether all iterations are done and whether a parent program stopped
+    the run."""
     driver, progress, iterations = parts.driver, parts.progress, parts.spec.loop.num_iterations
     seconds = driver.directory.read_summary().get("seconds")  # wall-clock seconds of all earlier starts of the run
     wall = seconds.get("wall") if isinstance(seconds, dict) else None
@@ -146,9 +155,8 @@ def _drive(parts: RunParts, memory: DeviceMemory, drive: Callable[[], bool], lis
     if listener is not None:
         listener.tell("begin", iterations=iterations, iteration=progress.number)
     with freeze_garbageopen_collector():
-        finished = parts.world.from_driver(drive)
+        finished, stopped = drive()
         driver.summary(_summary(progress, time.monotonic() - started))
-        stopped = parts.world.broadcast(listener is not None and listener.stopped and not listener.gone)
         for sentence in never_learned(progress, parts.spec.policy_of):
             driver.say(f"WARNING: {sentence}")
         early = stopped_early(parts.spec.loop.evaluation.early_stop, progress.early_stop)
@@ -157,7 +165,6 @@ def _drive(parts: RunParts, memory: DeviceMemory, drive: Callable[[], bool], lis
         if not finished:
             driver.say(f"saved after iteration {progress.number} of {iterations}; the same command goes on from there")
         if finished or stopped:
-            memory.clear()
             _finish(parts, finished=finished)
     return 0 if finished or stopped else 130
 
@@ -186,10 +193,12 @@ def _finish(parts: RunParts, *, finished: bool) -> None:
 def _export(parts: RunParts, place: Path) -> None:
     """Exports the trained models to the directory `place`/models, and LoRA adapters to `place`/adapters. Collective."""
     for name in parts.spec.trained_policies:
-        policy = parts.policies[name]
+        if (policy := parts.policies.get(name)) is None:  # other ranks hold the policy
+            continue
         with policy.memory.present():
-            export_model(parts.world.work, policy.export, parts.spec.roles[name].model, place / "models" / name)
+            export_model(parts.world_of(name), policy.export, parts.spec.roles[name].model, place / "models" / name)
         policy.export.write_adapter(place / "adapters" / name)
+    parts.world.barrier()
 
 
 def _report(run: Path) -> str:
@@ -230,7 +239,7 @@ def _plan(parts: RunParts) -> Plan:
     )  # fmt: skip
 
 
-def _fleet(parts: RunParts, memory: DeviceMemory, run_engines: RunEngines) -> EveryRank:
+def _fleet(parts: RunParts, commands: Commands, memory: DeviceMemory, run_engines: RunEngines) -> RankFleet:
     """Returns the fleet of the run's policies, with the settings of the run's stages. Every rank calls it."""
     spec, rank, directory = parts.spec, parts.world.rank, parts.driver.directory.path
     begin = in_stages(spec.stages, spec.roles, spec.reference_resets, parts.policies, memory, parts.driver.say)
@@ -239,19 +248,23 @@ def _fleet(parts: RunParts, memory: DeviceMemory, run_engines: RunEngines) -> Ev
         begin(number)
         return profiled(spec.run.profile, directory, iteration=number, rank=rank)
 
-    rescore = spec.loop.rollouts.mixed == "rescore"
-    return EveryRank(parts.world, memory, rescore=rescore, around=around, occupied_s=run_engines.occupied_s)
+    return RankFleet(
+        commands, memory, run_engines.refits, world_of=parts.world_of, ranks=parts.ranks, engines=run_engines.colocated,
+        rescore=spec.loop.rollouts.mixed == "rescore", around=around, occupied_s=run_engines.occupied_s,
+        resets=lambda number: bool(due_resets(spec.reference_resets, number)),
+    )  # fmt: skip
 
 
 def _loop_parts(
-    parts: RunParts, fleet: EveryRank, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
+    parts: RunParts, fleet: RankFleet, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
 ) -> loop.Parts:
     """Returns the components of the training loop. Used on the driver (rank 0)."""
     spec, driver, progress = parts.spec, parts.driver, parts.progress
     owner_of = {name: role.owner for name, role in spec.roles.items()}
     desk = CreditDesk(
         recipe=spec.recipe, policy_of=spec.policy_of, owner_of=owner_of, mixed=spec.loop.rollouts.mixed,
-        loss_of=lambda policy: fleet.memory.trainees[policy].loss, train_without_signal=spec.run.train_without_signal,
+        loss_of=functools.cache(lambda policy, number: loss_of(spec.at(number).roles[policy])),
+        train_without_signal=spec.run.train_without_signal,
     )  # fmt: skip
     observe = run_observer(driver, parts.tokenizers, spec.data.held_out, seed=spec.run.seed)
 

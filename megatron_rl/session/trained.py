@@ -24,9 +24,9 @@ def export_model(
     """Exports a trained role to a Hugging Face directory with sharded weights, config, tokenizer, and the chat template
     used in training.
 
-    Rank 0 writes each gathered tensor to disk at once, so that no rank holds more than one whole tensor. An existing
-    directory at `target` is replaced once the new one is completely on disk. Collective: all ranks call it. Raises
-    json_lines.DiskError on every rank if rank 0 cannot write the files.
+    `world`: the ranks of the role. Its leader writes each gathered tensor to disk at once, so that no rank holds more
+    than one whole tensor. An existing directory at `target` is replaced once the new one is completely on disk.
+    Collective. Raises json_lines.DiskError on every rank if the leader cannot write the files.
     """
     stream = export.weights(everywhere=False)
     failure: OSError | ConfigError | None = None
@@ -46,7 +46,7 @@ def export_model(
                 f"weights are safe in the last checkpoint: {json_lines.RESUME}"
             ) from failure
 
-    world.from_driver(raise_failure)
+    world.from_leader(raise_failure)
 
 
 def _write(

@@ -1,10 +1,9 @@
-"""What the training loop asks of the policies, their engines and the checkpoints. Every method is called on the driver
-(rank 0).
-"""
+"""What the training loop asks of the policies, their engines and the checkpoints. The driver calls every method."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -15,7 +14,8 @@ from megatron_rl.types import Rollout
 
 
 class Fleet(Protocol):
-    """The policies of a run and their engines. A method returns when all ranks that have a part in it have done it."""
+    """The policies of a run and their engines. Unless it returns a future, a method returns when all ranks that
+    have a part in it have done it."""
 
     @property
     def with_engine(self) -> Sequence[str]:
@@ -38,9 +38,13 @@ class Fleet(Protocol):
         """Returns scores of each rollout (see iteration.Score), computed by a policy: {name: [T] float32}."""
         ...
 
-    def update(self, lesson: Lesson, learning: Sequence[str]) -> Metrics:
-        """Trains a policy on its lesson, and returns the metrics of the update. `learning`: names of all policies that
-        are updated in the iteration.
+    def apart(self, policy: str, other: str) -> bool:
+        """Returns whether two policies have no rank in common, so that they can be updated at the same time."""
+        ...
+
+    def update(self, lesson: Lesson, learning: Sequence[str]) -> Future[Metrics]:
+        """Begins to train a policy on its lesson. The future gives the metrics of the update. `learning`: names of all
+        policies that are updated in the iteration.
         """
         ...
 

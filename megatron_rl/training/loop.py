@@ -1,11 +1,14 @@
-"""The training loop: six stages in the order of the schedule, each a function from values to values. It runs on the
-driver (rank 0) alone, and does not depend on Megatron, on an engine, on a specific recipe or on the number of ranks.
+"""The training loop: six stages in the order of the schedule, each a function from values to values. It runs in
+the driver (a thread of rank 0) alone, and does not depend on Megatron, on an engine, on a specific recipe or on ranks.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.spec.run_spec import first_iterations
@@ -31,6 +34,13 @@ class Parts:
     observe: Observer
     leave: Callable[[], bool]  # returns True if the run should save a checkpoint and exit (signal, time limit)
     watch: Stopwatch  # measures the seconds of each stage
+
+
+class Updating(NamedTuple):
+    """An update that has begun."""
+
+    lesson: Lesson
+    metrics: Future[Metrics] | None  # metrics of the update when it is complete; None if the lesson has no signal
 
 
 def train(parts: Parts, plan: Plan, progress: Progress) -> bool:
@@ -77,8 +87,10 @@ def iterate(parts: Parts, plan: Plan, progress: Progress, iteration: Iteration, 
     scored = score(fleet, parts.desk.requests(iteration), collected, clock)
     credited = credit(parts, iteration, scored, progress)
     learning = [lesson.policy for lesson in credited.lessons if lesson.signal]
-    for lesson in credited.lessons:
-        metrics = update(fleet, lesson, learning, clock)
+
+    def finish(updating: Updating) -> None:
+        lesson = updating.lesson
+        metrics = complete_update(updating, clock)
         if lesson.signal:
             progress.updates[lesson.policy] = progress.updates.get(lesson.policy, 0) + 1
             refit(fleet, lesson, progress.updates[lesson.policy], evaluation, clock)
@@ -88,6 +100,14 @@ def iterate(parts: Parts, plan: Plan, progress: Progress, iteration: Iteration, 
             is_last = lesson is credited.lessons[-1] and role == lesson.roles[-1]
             shown = {**progress.last_metrics[role], **metrics, **(clock.speed() if is_last else {})}
             parts.observe(Measured(iteration.cycle, role, shown, iteration.number))
+
+    updates = deque[Updating]()  # that are not complete; policies whose ranks are apart train at the same time
+    for lesson in credited.lessons:
+        while not all(fleet.apart(lesson.policy, updating.lesson.policy) for updating in updates):
+            finish(updates.popleft())
+        updates.append(begin_update(fleet, lesson, learning))
+    while updates:
+        finish(updates.popleft())
     if evaluation is not None:
         evaluate(parts, plan, progress, evaluation)
     parts.observe(Trained(iteration, credited.rollouts))
@@ -123,14 +143,19 @@ def credit(parts: Parts, iteration: Iteration, scored: Collected, progress: Prog
     return parts.desk.lessons(iteration, credited, progress.updates)
 
 
-def update(fleet: Fleet, lesson: Lesson, learning: Sequence[str], clock: Clock) -> Metrics:
-    """Trains a policy on its lesson, if the lesson has a signal, and returns the metrics of the update. `learning`:
-    names of all policies that are updated in the iteration.
+def begin_update(fleet: Fleet, lesson: Lesson, learning: Sequence[str]) -> Updating:
+    """Begins to train a policy on its lesson, if the lesson has a signal. `learning`: names of all policies that are
+    updated in the iteration.
     """
-    if not lesson.signal:  # all rewards are equal, or there are no rollouts
+    return Updating(lesson, fleet.update(lesson, learning) if lesson.signal else None)
+
+
+def complete_update(updating: Updating, clock: Clock) -> Metrics:
+    """Waits until an update is complete, and returns its metrics."""
+    if updating.metrics is None:  # all rewards are equal, or there are no rollouts
         return {"skipped": 1.0}
     with clock.watch("train"):
-        return {"skipped": 0.0, **fleet.update(lesson, learning)}
+        return {"skipped": 0.0, **updating.metrics.result()}
 
 
 def refit(fleet: Fleet, lesson: Lesson, version: int, evaluation: Evaluation | None, clock: Clock) -> None:

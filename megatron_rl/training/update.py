@@ -5,7 +5,7 @@ the loss needs them, and runs the optimizer steps.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -95,10 +95,6 @@ class Trainee:
 
     policy: Policy
     loss: BatchLoss
-    refit: Callable[[int], None] | None = (
-        # function refit(version) that sends the policy's weights to its engine; None if the policy has no engine
-        None
-    )
     # number of rollouts per optimizer step; None means one optimizer step per update
     samples_per_optimizer_step: int | None = None
     sleeps: bool = False  # if True, the policy is moved to host memory between its iterations
@@ -263,6 +259,6 @@ def scatter(
         )
         return shares[0].outline
 
-    outline = world.from_driver(prepare)
+    outline = world.from_leader(prepare)
     buffer = world.scatter(outline.sizes, lambda replica: shares[0].buffer(replica), policy.replicas)
     return Work.over(buffer, outline, policy.replicas.of(world.rank))

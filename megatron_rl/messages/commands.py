@@ -1,0 +1,342 @@
+"""Commands of the driver to the ranks of a run. The driver is a function that runs in a thread of rank 0. Every rank,
+rank 0 as well, runs the commands that it gets one after the other, in the order in which the driver posted them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.messages.message_codec import pack, unpack
+from megatron_rl.messages.world import DriverError, World
+
+T = TypeVar("T")
+Handler = Callable[[Any], Any]
+DOWN, UP = 1, 2  # tags of messages from the driver and to the driver
+RUN, RETURN, RAISE = "run", "return", "raise"  # kinds of orders: a command, and how the driver has ended
+ENDLESS = timedelta(days=365)  # timeout of a rank that waits for a command; cluster.watchdog ends a run that hangs
+
+
+class FollowerError(RuntimeError):
+    """Raised in the driver if a command raised an error on another rank than rank 0, or if a rank ended. The message
+    has the rank, and the traceback from it.
+    """
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """An error on another rank than rank 0."""
+
+    traceback: str
+    repeated: bool  # whether it only repeats the error of the first rank of the command (DriverError)
+
+
+@dataclass(eq=False)
+class _Command:
+    """A posted command that has not been answered by all its ranks."""
+
+    name: str
+    ranks: Sequence[int]
+    collective: bool
+    about: str  # name of the role to which the command belongs; empty if it belongs to none
+    results: dict[int, Any] = field(default_factory=dict)  # {rank: result} of the ranks that have answered
+    future: Future[Any] = field(default_factory=Future)
+    begun: dict[int, float] = field(default_factory=dict)  # {rank: time.monotonic() when its turn came on the rank}
+
+
+class Commands:
+    """Posts commands to ranks. Every rank creates an instance, with the same handlers; `drive` starts the driver.
+
+    No deadlock is possible, because each rank runs its commands in the order of one list: the oldest command that is
+    not complete is the next one on all its ranks. A message of another rank is received by a thread, so that posting
+    never waits for a rank that works. Rank 0 has one such thread for each other rank, in which a closed connection
+    shows at once.
+    """
+
+    def __init__(self, world: World) -> None:
+        """`world`: all ranks of the run. Collective."""
+        self.rank, self.size = world.rank, world.size
+        self._group: Any = dist.new_group(backend="gloo", timeout=ENDLESS) if self.size > 1 else None
+        self._handlers: dict[str, Handler] = {}
+        self._inbox = queue.SimpleQueue[tuple[Any, ...]]()
+        self._posting, self._numbers = threading.RLock(), itertools.count()
+        self._commands: dict[int, _Command] = {}  # on rank 0: the commands that are not complete, in order
+        self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
+        self._driving = False
+        self._threads: list[threading.Thread] = []
+        self._handling: int | None = None  # id of the thread that runs a handler
+
+    def serve(self, name: str, handler: Handler) -> None:
+        """Registers a handler under a name. Every rank must register the same names."""
+        self._handlers[name] = handler
+
+    def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        """Runs the handler with this name on some ranks at the same time, each with its own argument. Returns their
+        results in the order of the ranks. Must be called by the driver, in any of its threads.
+
+        `arguments`: one for each rank. `ranks`: numbers of the ranks; None: all ranks. If the handler raises an error
+        on a rank, raises this error (rank 0) or FollowerError when all ranks have answered; the ranks go on.
+        """
+        ranks = range(self.size) if ranks is None else ranks
+        if len(arguments) != len(ranks):
+            raise ValueError(f"{len(arguments)} arguments for {len(ranks)} ranks: give one per rank")
+        results = self._post(name, ranks, arguments, collective=False).result()
+        for rank in ranks:
+            if isinstance(results[rank], BaseException):
+                raise results[rank]
+        return [results[rank] for rank in ranks]
+
+    def together(
+        self, name: str, argument: Any, others: Any, ranks: Sequence[int] | None = None, *, about: str = ""
+    ) -> Future[Any]:  # fmt: skip
+        """Runs the handler with this name on some ranks at the same time: with `argument` on the first of the ranks,
+        and with `others` on the other ones. Returns at once. The future gives the result of the first rank when all
+        ranks have finished. Must be called by the driver, in any of its threads.
+
+        For a handler that is collective, so that ranks wait for one another inside it. A rank where the handler fails
+        therefore raises its error out of `drive`, and the run cannot go on. The future then raises this error (rank 0)
+        or FollowerError, without waiting for the other ranks. `about`: name of the role to which the command belongs,
+        for error messages.
+        """
+        ranks = range(self.size) if ranks is None else ranks
+        arguments, done = [argument] + [others] * (len(ranks) - 1), Future[Any]()
+
+        def finish(results: Future[dict[int, Any]]) -> None:
+            if (error := results.exception()) is not None:
+                done.set_exception(error)
+            else:
+                done.set_result(results.result()[ranks[0]])
+
+        self._post(name, ranks, arguments, collective=True, about=about).add_done_callback(finish)
+        return done
+
+    def drive(self, function: Callable[..., T], *args: Any) -> T:
+        """Runs `function(*args)`, the driver, in a thread of rank 0, and the commands that it posts on all ranks.
+        Returns the driver's result on every rank. An error of the driver is raised on every rank: itself on rank 0, as
+        DriverError on the other ranks. Every rank calls it in its main thread.
+        """
+        if self._driving or self._handling == threading.get_ident():
+            raise RuntimeError("drive inside drive: the ranks have one driver")
+        for thread in self._threads:  # of an earlier call; they end when the ranks have left it
+            thread.join()
+        self._driving = True
+        start = lambda name, target, *args: threading.Thread(target=target, args=args, name=name, daemon=True)  # noqa: E731
+        if self.rank == 0:
+            self._threads = [start(f"answers {rank}", self._listen, rank) for rank in range(1, self.size)]
+            device = torch.cuda.current_device() if torch.cuda.is_available() else None
+            self._threads.append(start("driver", self._drive, function, args, device))
+        else:
+            self._threads = [start("inbox", self._receive)]
+        for thread in self._threads:
+            thread.start()
+        try:
+            return self._work()
+        finally:
+            self._driving = False
+
+    def longest(self) -> tuple[float, str] | None:
+        """Returns (seconds since the turn of the command came on all its ranks, description) of the command that has
+        been running longest; None if no command runs. Called on rank 0.
+        """
+        with self._posting:
+            now, first = time.monotonic(), dict[int, int]()  # {rank: number of the rank's next command}
+            for number, command in self._commands.items():
+                for rank in command.ranks:
+                    first.setdefault(rank, number)
+                    if first[rank] == number and rank not in command.results:
+                        command.begun.setdefault(rank, now)
+            running = [
+                (now - max(command.begun.values()), command)
+                for number, command in self._commands.items()
+                if all(rank in command.begun or rank in command.results for rank in command.ranks) and command.begun
+            ]
+        if not running:
+            return None
+        seconds, command = max(running, key=lambda pair: pair[0])
+        missing = [rank for rank in command.ranks if rank not in command.results]
+        return seconds, f"{command.name} on ranks {ranges(command.ranks)}: no answer of {ranges(missing)}"
+
+    def _post(
+        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
+    ) -> Future[dict[int, Any]]:  # fmt: skip
+        """Posts a command. The future gives {rank: result, or the error that its handler raised}."""
+        if name not in self._handlers:
+            raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
+        if self._handling == threading.get_ident():
+            raise RuntimeError(f"{name!r} inside a running handler: only the driver posts commands")
+        if not self._driving or self.rank != 0:
+            raise RuntimeError(f"{name!r} outside of drive, where the ranks do not listen")
+        packed = dict[int, bytearray]()  # {id of an argument: its bytes}
+        for rank, argument in zip(ranks, arguments, strict=True):
+            if rank != 0 and id(argument) not in packed:
+                packed[id(argument)] = pack(argument)
+        command = _Command(name, ranks, collective, about)
+        with self._posting:
+            if lost := [rank for rank in ranks if rank in self._lost]:
+                raise FollowerError(self._lost[lost[0]])
+            self._commands[number := next(self._numbers)] = command
+            for rank, argument in zip(ranks, arguments, strict=True):
+                order = (RUN, number, name, collective, not collective or rank == ranks[0])
+                if rank == 0:
+                    self._inbox.put((order, argument))
+                else:
+                    self._send(rank, DOWN, order, packed[id(argument)])
+        return command.future
+
+    def _work(self) -> Any:
+        """Runs this rank's commands until the driver has ended. Returns the driver's result."""
+        failed: BaseException | None = None  # error of a collective command on rank 0, after which none can run
+        while True:
+            (kind, *order), argument = self._inbox.get()
+            if kind == RETURN:
+                self._answer(None, None)
+                return argument
+            if kind == RAISE:
+                self._answer(None, None)
+                raise argument if self.rank == 0 else DriverError(f"the driver failed:\n{argument}")
+            number, name, collective, wanted = order
+            if failed is not None:
+                self._answer(number, failed)
+                continue
+            self._handling = threading.get_ident()
+            try:
+                result = self._handlers[name](argument)
+                self._answer(number, result if wanted else None)
+            except BaseException as error:
+                self._answer(number, error)
+                if collective:
+                    failed = error
+                    if self.rank != 0:
+                        raise
+            finally:
+                self._handling = None
+
+    def _drive(self, function: Callable[..., Any], args: Sequence[Any], device: int | None) -> None:
+        """Runs the driver, and tells all ranks how it ended. `device`: the GPU of this rank, which torch chooses for
+        each thread."""
+        if device is not None:
+            torch.cuda.set_device(device)
+        order, packed = (RETURN,), bytearray()
+        try:
+            own = function(*args)
+            packed = pack(own) if self.size > 1 else packed
+        except BaseException as error:
+            order, own = (RAISE,), error
+            packed = pack("".join(traceback.format_exception(error)))
+        with self._posting:
+            self._commands.clear()
+            for rank in range(1, self.size):
+                with contextlib.suppress(RuntimeError):  # the rank has ended
+                    self._send(rank, DOWN, order, packed)
+            self._inbox.put((order, own))
+
+    def _receive(self) -> None:
+        """Puts the orders of the driver into this rank's inbox, until the driver has ended."""
+        kind = RUN
+        while kind == RUN:
+            try:
+                order, packed = self._read(0, DOWN)
+            except RuntimeError as error:
+                return self._inbox.put(((RAISE,), f"rank 0 ended: {error}"))
+            kind = order[0]
+            self._inbox.put((order, unpack(packed)))
+
+    def _listen(self, rank: int) -> None:
+        """Receives the answers of a rank until the rank has left `drive`. Runs in a thread of rank 0."""
+        while True:
+            try:
+                (number, failed), packed = self._read(rank, UP)
+            except RuntimeError as error:
+                return self._lose(rank, str(error))
+            if number is None:
+                return None
+            result = unpack(packed)
+            with self._posting:
+                self._complete(number, rank, _Failure(result, failed == "repeated") if failed else result)
+
+    def _answer(self, number: int | None, result: Any) -> None:
+        """Sends the result of a command, or the error of its handler, to the driver. `number`: None says that this rank
+        leaves `drive`."""
+        if self.rank == 0:
+            if number is not None:
+                with self._posting:
+                    self._complete(number, 0, result)
+            return
+        failure = "".join(traceback.format_exception(result)) if isinstance(result, BaseException) else None
+        packed = bytearray()
+        if failure is None:
+            try:
+                packed = pack(result)
+            except TypeError as error:
+                failure = "".join(traceback.format_exception(error))
+        failed = "repeated" if isinstance(result, DriverError) else "failed"
+        self._send(0, UP, (number, failed if failure else ""), packed if failure is None else pack(failure))
+
+    def _complete(self, number: int, rank: int, result: Any) -> None:
+        """Records the result of a command on a rank. Called on rank 0 with the lock held."""
+        if (command := self._commands.get(number)) is None:  # the driver does not wait for the command any more
+            return
+        repeated = isinstance(result, _Failure) and result.repeated
+        if isinstance(result, _Failure):
+            of = f" ({command.about})" if command.about else ""
+            result = FollowerError(f"rank {rank}{of} failed in {command.name!r}:\n{result.traceback}")
+        command.results[rank] = result
+        errors = (
+            [own for own in command.results.values() if isinstance(own, BaseException)] if command.collective else []
+        )
+        complete = len(command.results) == len(command.ranks)
+        if not complete and (repeated or not errors):
+            return
+        del self._commands[number]
+        if errors:
+            command.future.set_exception(errors[0] if complete else result)
+        else:
+            command.future.set_result(command.results)
+
+    def _lose(self, rank: int, why: str) -> None:
+        """Notes that a rank has ended, and ends the commands that wait for it. Runs in a thread of rank 0."""
+        with self._posting:
+            for number, command in [*self._commands.items()]:
+                if rank in command.ranks and rank not in command.results:
+                    of = f" ({command.about})" if command.about else ""
+                    del self._commands[number]
+                    command.future.set_exception(FollowerError(f"rank {rank}{of} ended in {command.name!r}: {why}"))
+            self._lost[rank] = f"rank {rank} has ended: {why}"
+
+    def _send(self, rank: int, tag: int, order: Sequence[Any], packed: bytearray) -> None:
+        head = pack([*order])
+        dist.send(torch.tensor([len(head), len(packed)]), rank, group=self._group, tag=tag)
+        for part in (head, packed):
+            if part:
+                dist.send(torch.frombuffer(part, dtype=torch.uint8), rank, group=self._group, tag=tag)
+
+    def _read(self, rank: int, tag: int) -> tuple[list[Any], bytearray]:
+        sizes = torch.zeros(2, dtype=torch.int64)
+        dist.recv(sizes, rank, group=self._group, tag=tag)
+        head, packed = (bytearray(int(size)) for size in sizes)
+        for part in (head, packed):
+            if part:
+                dist.recv(torch.frombuffer(part, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        return unpack(head), packed
+
+
+def ranges(ranks: Sequence[int]) -> str:
+    """Returns rank numbers as text, such as `0-3, 6`. `ranks`: in ascending order."""
+    parts, rest = list[str](), [*ranks]
+    while rest:
+        count = next((place for place, rank in enumerate(rest) if rank != rest[0] + place), len(rest))
+        parts.append(f"{rest[0]}-{rest[count - 1]}" if count > 1 else str(rest[0]))
+        rest = rest[count:]
+    return ", ".join(parts)
