@@ -22,16 +22,23 @@ class RunCheckpoints:
         directory."""
         self._fleet, self._saver, self._driver = fleet, saver, driver
         self._best, self._export = best, export
+        self._writing = False  # whether a checkpoint is being written in the background
         fleet.serve("save", saver.save)
         fleet.serve("settle", lambda wait: saver.settle(wait=wait))
         fleet.serve("keep_best", self._keep_best)
 
     def save(self, number: int, state: Mapping[str, Any]) -> int | None:
         self._fleet.engines.clear()
-        return self._fleet.everywhere("save", number, bulk=[state])
+        complete = self._fleet.everywhere("save", number, bulk=[state])
+        self._writing = complete is None
+        return complete
 
     def settle(self, *, wait: bool) -> int | None:
-        return self._fleet.everywhere("settle", wait)
+        if not self._writing:  # the ranks are not asked, because they may be busy
+            return None
+        complete = self._fleet.everywhere("settle", wait)
+        self._writing = complete is None
+        return complete
 
     def keep_best(self, number: int, best: Sequence[tuple[int, float]]) -> None:
         assert self._best is not None, "the loop calls keep_best only if evaluation.best is set"

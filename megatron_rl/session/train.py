@@ -15,6 +15,7 @@ import torch
 
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.base import ConfigError
+from megatron_rl.config.engines import Embedded
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.lib.leaf_modules import leaf
 from megatron_rl.messages.commands import Commands
@@ -235,7 +236,8 @@ def _plan(parts: RunParts) -> Plan:
         iterations=settings.num_iterations, evaluate_every=evaluation.every, evaluate_at_start=evaluation.at_start,
         evaluate_beside=spec.evaluates_beside, best=evaluation.best, early_stop=evaluation.early_stop,
         mixed=settings.rollouts.mixed, train_without_signal=spec.run.train_without_signal,
-        save_every=spec.run.save_every, preflight=preflight,
+        save_every=spec.run.save_every, preflight=preflight, ahead=settings.rollouts.ahead,
+        refits_wait=isinstance(spec.engine.settings, Embedded),
     )  # fmt: skip
 
 

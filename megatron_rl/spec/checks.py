@@ -105,11 +105,6 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
                 f"refit.staging = {spec.engine.refit.staging!r} with engine.kind = 'embedded': that engine generates "
                 "nothing during a refit; set refit.staging to auto"
             )
-        if ahead:
-            yield (
-                f"rollouts.max_staleness = {ahead} with engine.kind = 'embedded': that engine runs in the trainer's "
-                "processes and cannot write rollouts while they train; set it to 0, or engine.kind to vllm or sglang"
-            )
         return
     if settings.colocate:
         yield from colocation_problems(spec.roles, spec.engine, settings, ahead=ahead, ranks=spec.cluster.ranks)

@@ -291,9 +291,10 @@ class Collector:
         self._closed = False
 
     @named_range("rollouts")
-    def take(self, iteration: Iteration) -> Collected:
+    def take(self, iteration: Iteration, meanwhile: Callable[[], None] = lambda: None) -> Collected:
         """Returns the rollouts of the iteration that is due, and waits for them if necessary. If the rollouts have no
-        advantages yet (see CreditStage.after_scores), call `credit` with the scored rollouts.
+        advantages yet (see CreditStage.after_scores), call `credit` with the scored rollouts. `meanwhile`: called every
+        LOOK_S seconds while it waits.
 
         Raises any error that occurred while the rollouts were generated, and ValueError if `iteration` is not the next
         one of the schedule.
@@ -313,8 +314,19 @@ class Collector:
         with self._watch("wait") if self._max else contextlib.nullcontext():
             while not wait([done], LOOK_S).done:
                 self._idle()
+                meanwhile()
         self._state, self._taken = done.result().state, done.result().collected
         return self._taken
+
+    def wait_until_written(self, number: int) -> None:
+        """Waits until the rollouts of all iterations with indices up to `number` are written and stored, if they have
+        begun. Raises any error that occurred while they were generated.
+        """
+        for iteration, done in [*self._flights]:
+            if iteration.number <= number:
+                while not wait([done], LOOK_S).done:
+                    self._idle()
+                done.result()
 
     def credit(self, iteration: Iteration, scored: Collected) -> Collected:
         """Computes the advantages of the iteration last returned by `take`. The rollouts in `scored` have the scores

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,9 +26,13 @@ class Fleet(Protocol):
         the weights by policy; a missing one is 0.
         """
 
-    def iteration(self, number: int) -> AbstractContextManager[None]:
-        """Context manager for the iteration with this index: applies the settings of its stage, and profiles it."""
-        ...
+    def begin(self, number: int) -> None:
+        """Begins the iteration with this index: applies the settings of its stage, and profiles what the ranks do from
+        here on.
+        """
+
+    def end(self) -> None:
+        """Ends the profile of the iteration."""
 
     def generate(self) -> None:
         """Gives the devices to the engines. On return, the engines accept requests."""

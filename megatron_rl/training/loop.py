@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from megatron_rl.run.metrics import Stopwatch
@@ -36,13 +36,6 @@ class Parts:
     watch: Stopwatch  # measures the seconds of each stage
 
 
-class Updating(NamedTuple):
-    """An update that has begun."""
-
-    lesson: Lesson
-    metrics: Future[Metrics] | None  # metrics of the update when it is complete; None if the lesson has no signal
-
-
 def train(parts: Parts, plan: Plan, progress: Progress) -> bool:
     """Runs the iterations of the schedule: generates rollouts, updates policies and sends the new weights to the
     engines. Called on the driver, when the engines have the policies' weights (see training.start).
@@ -55,71 +48,167 @@ def train(parts: Parts, plan: Plan, progress: Progress) -> bool:
     total = sum(map(len, schedule))
     if progress.evaluated == progress.number:  # log again: resuming removed this line from the metrics file
         parts.observe(Measured(progress.cycles_begun, "eval", progress.last_evaluation, progress.number))
+    flights = Flights(parts, plan, progress, total)
     for place, iteration in enumerate(upcoming(schedule, progress.state_dict())):
+        flights.land_before(iteration)
+        if flights.leaving:
+            return leave(parts, plan, progress, flights)
         before = progress.of_evaluations()
-        evaluation = examine_if_due(parts, plan, progress, total)
+        evaluation = None if flights else examine_if_due(parts, plan, progress, total)
         if progress.evaluated != before["evaluated"] and parts.leave():
             # the checkpoint was saved before the evaluation, so a run resumed from the checkpoint evaluates again
             vars(progress).update(before)
-            return leave(parts, progress)
+            return leave(parts, plan, progress, flights)
         if stopped_early(plan.early_stop, progress.early_stop):
             break
         if place == 0:
             parts.observe(Said("writing the first rollouts"))
-        with parts.fleet.iteration(iteration.number):
-            iterate(parts, plan, progress, iteration, evaluation)
-        settle(parts, wait=False)
-        parts.observe(Finished(progress.number))
-        if parts.leave():
-            return leave(parts, progress)
-        due = plan.save_every and progress.number % plan.save_every == 0
-        if due and not (plan.best and evaluation_due(parts, plan, progress, total)):
-            save(parts, progress)
-    return end(parts, plan, progress, total)
+        flights.begin(iteration, evaluation)
+    flights.land(0)
+    return leave(parts, plan, progress, flights) if flights.leaving else end(parts, plan, progress, total)
 
 
-def iterate(parts: Parts, plan: Plan, progress: Progress, iteration: Iteration, evaluation: Evaluation | None) -> None:
-    """Executes one iteration. If `evaluation` is given, it runs beside the iteration: engines get new weights only
-    after the evaluation is complete.
+class Updating(NamedTuple):
+    """An update that has begun."""
+
+    lesson: Lesson
+    version: int  # number of the policy's updates with this one
+    metrics: Future[Metrics] | None  # metrics of the update when it is complete; None if the lesson has no signal
+
+
+@dataclass
+class Flight:
+    """An iteration whose updates have begun. If `evaluation` is given, it runs beside the iteration: engines get new
+    weights only after the evaluation is complete.
     """
-    fleet, clock = parts.fleet, Clock(parts.watch, parts.fleet.occupied_s)
-    collected = collect(fleet, parts.rollouts, iteration, clock)
-    scored = score(fleet, parts.desk.requests(iteration), collected, clock)
-    credited = credit(parts, iteration, scored, progress)
-    learning = [lesson.policy for lesson in credited.lessons if lesson.signal]
 
-    def finish(updating: Updating) -> None:
-        lesson = updating.lesson
-        metrics = complete_update(updating, clock)
+    iteration: Iteration
+    evaluation: Evaluation | None
+    clock: Clock
+    credited: Credited
+    updates: deque[Updating] = field(default_factory=deque)  # those that are not complete, in the order of training
+
+
+class Flights:
+    """The iterations whose updates have begun and that are not complete, in order. Policies whose ranks are apart train
+    at the same time, those of one iteration and, if rollouts are generated ahead, those of several. Updates are
+    completed in order, each with the refit of its policy: so which weights an update, a score or a rollout has depends
+    on the order of iterations alone.
+    """
+
+    def __init__(self, parts: Parts, plan: Plan, progress: Progress, total: int) -> None:
+        """`total`: number of iterations of the run."""
+        self._parts, self._plan, self._progress, self._total = parts, plan, progress, total
+        self._flights = deque[Flight]()
+        self.leaving = False  # whether the run should save a checkpoint and exit
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def land_before(self, iteration: Iteration) -> None:
+        """Completes the iterations that must be complete before an iteration begins: all of them if a checkpoint or an
+        evaluation is due, and otherwise those that share a rank with it or began too long ago.
+        """
+        if self._something_due(iteration.number) or self.leaving:
+            return self.land(0)
+        policies = {self._parts.desk.policy_of[role] for role in iteration.roles}
+        shared = [
+            place + 1
+            for place, flight in enumerate(self._flights)
+            if any(self._meets(policy, updating) for policy in policies for updating in flight.updates)
+        ]
+        self.land(min(self._plan.ahead, len(self._flights) - max(shared, default=0)))
+
+    def begin(self, iteration: Iteration, evaluation: Evaluation | None) -> None:
+        """Collects, scores and credits the rollouts of an iteration, and begins its updates."""
+        parts, progress = self._parts, self._progress
+        fleet, clock = parts.fleet, Clock(parts.watch, parts.fleet.occupied_s)
+        fleet.begin(iteration.number)
+        collected = collect(fleet, parts.rollouts, iteration, clock, meanwhile=self._finish_what_is_done)
+        scored = score(fleet, parts.desk.requests(iteration), collected, clock)
+        credited = credit(parts, iteration, scored, progress)
+        flight = Flight(iteration, evaluation, clock, credited)
+        learning = [lesson.policy for lesson in credited.lessons if lesson.signal]
+        self._flights.append(flight)
+        for lesson in credited.lessons:
+            while any(self._meets(lesson.policy, updating) for one in self._flights for updating in one.updates):
+                self._finish_one()
+            flight.updates.append(begin_update(fleet, lesson, learning, progress))
+
+    def land(self, keep: int) -> None:
+        """Completes the oldest iterations, until `keep` are left."""
+        while len(self._flights) > keep:
+            self._complete()
+
+    def _meets(self, policy: str, updating: Updating) -> bool:
+        return updating.metrics is not None and not self._parts.fleet.apart(policy, updating.lesson.policy)
+
+    def _something_due(self, number: int) -> bool:
+        """Returns whether a checkpoint or an evaluation is due after this number of iterations."""
+        saves = self._plan.save_every and number % self._plan.save_every == 0
+        return bool(saves) or evaluation_due(self._parts, self._plan, self._progress, self._total, number)
+
+    def _finish_what_is_done(self) -> None:
+        """Completes the updates, and their iterations, that do not have to be waited for."""
+        while self._flights:
+            updates = self._flights[0].updates
+            if updates and updates[0].metrics is not None and not updates[0].metrics.done():
+                return
+            if updates:
+                self._finish(self._flights[0])
+            else:
+                self._complete()
+
+    def _finish_one(self) -> None:
+        """Completes the oldest update, and the iterations before it."""
+        while not self._flights[0].updates:
+            self._complete()
+        self._finish(self._flights[0])
+
+    def _finish(self, flight: Flight) -> None:
+        """Completes the oldest update of the oldest iteration: waits for it, and refits the policy's engine."""
+        updating, parts, progress = flight.updates.popleft(), self._parts, self._progress
+        lesson, credited, iteration = updating.lesson, flight.credited, flight.iteration
+        metrics = complete_update(updating, flight.clock)
         if lesson.signal:
-            progress.updates[lesson.policy] = progress.updates.get(lesson.policy, 0) + 1
-            refit(fleet, lesson, progress.updates[lesson.policy], evaluation, clock)
-        metrics["update"] = float(progress.updates.get(lesson.policy, 0))  # number of the policy's updates so far
+            if self._plan.refits_wait:
+                parts.rollouts.wait_until_written(iteration.number + self._plan.ahead)
+            refit(parts.fleet, updating, flight.evaluation, flight.clock)
+        metrics["update"] = float(updating.version)
         for role in lesson.roles:
             progress.last_metrics[role] = credited.metrics.get(role, {})
             is_last = lesson is credited.lessons[-1] and role == lesson.roles[-1]
-            shown = {**progress.last_metrics[role], **metrics, **(clock.speed() if is_last else {})}
+            shown = {**progress.last_metrics[role], **metrics, **(flight.clock.speed() if is_last else {})}
             parts.observe(Measured(iteration.cycle, role, shown, iteration.number))
 
-    updates = deque[Updating]()  # that are not complete; policies whose ranks are apart train at the same time
-    for lesson in credited.lessons:
-        while not all(fleet.apart(lesson.policy, updating.lesson.policy) for updating in updates):
-            finish(updates.popleft())
-        updates.append(begin_update(fleet, lesson, learning))
-    while updates:
-        finish(updates.popleft())
-    if evaluation is not None:
-        evaluate(parts, plan, progress, evaluation)
-    parts.observe(Trained(iteration, credited.rollouts))
-    progress.iteration_done(iteration)
-    parts.rollouts.trained()
+    def _complete(self) -> None:
+        """Completes the oldest iteration."""
+        parts, plan, progress, flight = self._parts, self._plan, self._progress, self._flights[0]
+        while flight.updates:
+            self._finish(flight)
+        self._flights.popleft()
+        if flight.evaluation is not None:
+            evaluate(parts, plan, progress, flight.evaluation)
+        parts.observe(Trained(flight.iteration, flight.credited.rollouts))
+        progress.iteration_done(flight.iteration)
+        parts.rollouts.trained()
+        if not self._flights:
+            parts.fleet.end()
+        settle(parts, wait=False)
+        parts.observe(Finished(progress.number))
+        self.leaving = parts.leave() or self.leaving
+        due = plan.save_every and progress.number % plan.save_every == 0 and not self.leaving
+        if due and not (plan.best and evaluation_due(parts, plan, progress, self._total, progress.number)):
+            save(parts, plan, progress)
 
 
-def collect(fleet: Fleet, source: Collector, iteration: Iteration, clock: Clock) -> Collected:
-    """Returns the rollouts of the iteration."""
+def collect(
+    fleet: Fleet, source: Collector, iteration: Iteration, clock: Clock, meanwhile: Callable[[], None]
+) -> Collected:  # fmt: skip
+    """Returns the rollouts of the iteration. `meanwhile`: see Collector.take."""
     fleet.generate()
     with clock.waiting():
-        return source.take(iteration)
+        return source.take(iteration, meanwhile)
 
 
 def score(fleet: Fleet, requests: Requests, collected: Collected, clock: Clock) -> Collected:
@@ -143,11 +232,15 @@ def credit(parts: Parts, iteration: Iteration, scored: Collected, progress: Prog
     return parts.desk.lessons(iteration, credited, progress.updates)
 
 
-def begin_update(fleet: Fleet, lesson: Lesson, learning: Sequence[str]) -> Updating:
+def begin_update(fleet: Fleet, lesson: Lesson, learning: Sequence[str], progress: Progress) -> Updating:
     """Begins to train a policy on its lesson, if the lesson has a signal. `learning`: names of all policies that are
     updated in the iteration.
     """
-    return Updating(lesson, fleet.update(lesson, learning) if lesson.signal else None)
+    version = progress.updates.get(lesson.policy, 0)
+    if not lesson.signal:
+        return Updating(lesson, version, None)
+    progress.updates[lesson.policy] = version + 1
+    return Updating(lesson, version + 1, fleet.update(lesson, learning))
 
 
 def complete_update(updating: Updating, clock: Clock) -> Metrics:
@@ -158,13 +251,13 @@ def complete_update(updating: Updating, clock: Clock) -> Metrics:
         return {"skipped": 0.0, **updating.metrics.result()}
 
 
-def refit(fleet: Fleet, lesson: Lesson, version: int, evaluation: Evaluation | None, clock: Clock) -> None:
-    """Sends the new weights of the lesson's policy to its engine, after the evaluation beside training is complete."""
+def refit(fleet: Fleet, updating: Updating, evaluation: Evaluation | None, clock: Clock) -> None:
+    """Sends the new weights of a policy to its engine, after the evaluation beside training is complete."""
     if evaluation is not None:
         with clock.waiting(), clock.watch("wait"):
             evaluation.result()
     with clock.watch("refit"):
-        fleet.refit(lesson.policy, version)
+        fleet.refit(updating.lesson.policy, updating.version)
 
 
 def evaluate(parts: Parts, plan: Plan, progress: Progress, evaluation: Evaluation) -> None:
@@ -188,16 +281,15 @@ def evaluate(parts: Parts, plan: Plan, progress: Progress, evaluation: Evaluatio
             compared = f"{plan.early_stop.metric} was not better than {state[0]:.4g} in {state[1]} evaluations"
             parts.observe(Said(f"ending the run after iteration {number}: {compared} (evaluation.early_stop)"))
     if plan.best is not None and number and progress.saved != number:
-        save(parts, progress)
+        save(parts, plan, progress)
         settle(parts, wait=True)
         parts.checkpoints.remove_surpassed(progress.best)
 
 
-def evaluation_due(parts: Parts, plan: Plan, progress: Progress, total: int) -> bool:
-    """Returns whether the present weights must be evaluated: at the start, after every `plan.evaluate_every`
-    iterations, and at the end. `total`: number of iterations of the run.
+def evaluation_due(parts: Parts, plan: Plan, progress: Progress, total: int, number: int) -> bool:
+    """Returns whether the weights after `number` iterations must be evaluated: at the start, after every
+    `plan.evaluate_every` iterations, and at the end. `total`: number of iterations of the run.
     """
-    number = progress.number
     regular = plan.evaluate_every > 0 and number > 0 and number % plan.evaluate_every == 0
     due = regular or number >= total or (number == 0 and plan.evaluate_at_start)
     return parts.examiner is not None and progress.evaluated != number and due
@@ -212,7 +304,7 @@ def examine_if_due(parts: Parts, plan: Plan, progress: Progress, total: int) -> 
     checkpoint is saved after the evaluation and contains its result. Earlier checkpoints and models that are no longer
     among the best are removed only when the new checkpoint is completely written.
     """
-    if parts.examiner is None or not evaluation_due(parts, plan, progress, total):
+    if parts.examiner is None or not evaluation_due(parts, plan, progress, total, progress.number):
         return None
     parts.fleet.generate()
     count, number = sum(len(held_out.prompts) for held_out in parts.examiner.sets), progress.number
@@ -224,10 +316,16 @@ def examine_if_due(parts: Parts, plan: Plan, progress: Progress, total: int) -> 
     return evaluate(parts, plan, progress, evaluation)
 
 
-def save(parts: Parts, progress: Progress) -> None:
-    """Starts a checkpoint, unless the current number of finished iterations has already been saved."""
+def save(parts: Parts, plan: Plan, progress: Progress) -> None:
+    """Starts a checkpoint, unless the current number of finished iterations has already been saved.
+
+    If refits wait for rollouts (Plan.refits_wait), waits for the rollouts that the present engines write: a run that is
+    resumed reads them from its store, because its engines have newer weights.
+    """
     if progress.saved == progress.number:
         return
+    if plan.refits_wait:
+        parts.rollouts.wait_until_written(progress.number + plan.ahead - 1)
     progress.saved = progress.number
     with parts.watch("save"):
         state = {"progress": progress.state_dict(), **parts.rollouts.state()}
@@ -249,12 +347,13 @@ def complete(parts: Parts, number: int | None) -> None:
         parts.observe(Saved(number))
 
 
-def leave(parts: Parts, progress: Progress) -> bool:
-    """Saves a checkpoint of unsaved progress and waits until it is written. Does not save before the first iteration.
-    Returns False, the result of a run that was asked to exit.
+def leave(parts: Parts, plan: Plan, progress: Progress, flights: Flights) -> bool:
+    """Completes the iterations that have begun, saves a checkpoint of unsaved progress and waits until it is written.
+    Does not save before the first iteration. Returns False, the result of a run that was asked to exit.
     """
+    flights.land(0)
     if progress.number:
-        save(parts, progress)
+        save(parts, plan, progress)
     settle(parts, wait=True)
     return False
 
@@ -265,9 +364,9 @@ def end(parts: Parts, plan: Plan, progress: Progress, total: int) -> bool:
     if not sum(progress.updates.values()):
         raise NothingTrained(why_nothing(progress))
     if plan.best is None:
-        save(parts, progress)
+        save(parts, plan, progress)
         settle(parts, wait=True)
     examine_if_due(parts, plan, progress, total)
-    save(parts, progress)
+    save(parts, plan, progress)
     settle(parts, wait=True)
     return True

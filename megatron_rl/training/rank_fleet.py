@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -43,7 +43,8 @@ class RankFleet:
         self._rescore, self._resets = rescore, resets
         self.engines = EngineTurns(engines, lambda: self.everywhere("offload"))
         self._iteration = contextlib.ExitStack()  # the context manager of the iteration that runs
-        self.serve("begin", lambda number: self._iteration.enter_context(around(number)))
+        self._around = around
+        self.serve("begin", self._begin)
         self.serve("end", self._iteration.close)
         self.serve("start", memory.start)
         self.serve("offload", memory.offload)
@@ -81,13 +82,17 @@ class RankFleet:
         for policy in self.with_engine:
             self.refit(policy, versions.get(policy, 0))
 
-    @contextlib.contextmanager
-    def iteration(self, number: int) -> Iterator[None]:
+    def begin(self, number: int) -> None:
         if self._resets(number):
             self.engines.clear()
-        self.everywhere("begin", number)
-        yield
-        self.everywhere("end")
+        self._post("begin", number)
+
+    def end(self) -> None:
+        self._post("end")
+
+    def _post(self, name: str, *arguments: Any) -> None:
+        """Runs a handler on every rank, without waiting for it. A rank where it fails runs no later command."""
+        self._commands.together(name, arguments, arguments)
 
     def generate(self) -> None:
         self.engines.generate()
@@ -107,6 +112,10 @@ class RankFleet:
         if (send := self.refits.get(policy)) is not None:
             with self.engines.refit(policy):
                 send(version)
+
+    def _begin(self, number: int) -> None:
+        self._iteration.close()
+        self._iteration.enter_context(self._around(number))
 
     def _score(self, policy: str, names: Sequence[str], rollouts: Sequence[Rollout] | None) -> Any:
         with self.memory.weights(policy):
