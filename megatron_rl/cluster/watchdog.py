@@ -7,7 +7,7 @@ import faulthandler
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megatron_rl.cluster.job_slices import HUNG
@@ -20,10 +20,11 @@ GRACE_S = 10.0  # time in seconds that all ranks have to write their stack trace
 class Watchdog:
     """The watchdog of one rank, which ends the rank when the run hangs. Every rank has one.
 
-    The driver (rank 0) calls `beat` whenever a step of the run, such as an iteration, ends. If any rank hangs, the
+    The driver (on rank 0) calls `beat` whenever a step of the run, such as an iteration, ends. If any rank hangs, the
     driver waits for this rank and the beats stop. The driver also calls `beat` during waits that have a separate
-    timeout, such as the wait for a server (`engine.wait_s`). The other ranks watch a file that the driver touches
-    regularly to show that the driver is running.
+    timeout, such as the wait for a server (`engine.wait_s`). A command to ranks that runs for too long ends the run,
+    too, also while the driver gets answers from other ranks. The other ranks watch a file that rank 0 touches regularly
+    to show that it is running.
     """
 
     def __init__(self, directory: Path, session: str, rank: int, after_s: float) -> None:
@@ -37,6 +38,8 @@ class Watchdog:
         self._stacks = directory / "logs" / f"stacks_{session}_rank{rank}.txt"
         self._rank, self._after_s = rank, after_s
         self._last, self._done = time.monotonic(), threading.Event()
+        # on rank 0: returns (seconds, description) of the longest running command, see messages.commands
+        self.longest: Callable[[], tuple[float, str] | None] = lambda: None
         # modification time of the hang file (which asks the ranks to end) if an earlier start left one, otherwise None
         self._left = _changed_at(self._file)
 
@@ -75,11 +78,13 @@ class Watchdog:
             elif (now := _changed_at(self._alive)) != seen:
                 seen = now
                 self.beat()
+            command = self.longest()
             late = time.monotonic() - self._last > self._after_s
-            if late:
+            if late or (command is not None and command[0] > self._after_s):
                 _touch(self._file)
-            if late or self.told_to_end():
-                self._end()
+            elif not self.told_to_end():
+                continue
+            self._end("" if command is None else f"; {command[1]} for {command[0]:.0f} s")
 
     def told_to_end(self) -> bool:
         """Returns whether another rank has asked all ranks to end. The other rank asks by touching the hang file.
@@ -89,13 +94,14 @@ class Watchdog:
         """
         return _changed_at(self._file) not in (None, self._left)
 
-    def _end(self) -> None:
+    def _end(self, waits_for: str) -> None:
+        """Ends this process. `waits_for`: what the driver waits for, for the message."""
         with contextlib.suppress(OSError):
             self._stacks.parent.mkdir(parents=True, exist_ok=True)
             with open(self._stacks, "w", opener=regular) as file:
                 faulthandler.dump_traceback(file)
         text = (
-            f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s): "
+            f"\nnothing moved for {self._after_s:.0f} s (run.hang_after_s){waits_for}: "
             f"the stacks of rank {self._rank} are in {self._stacks}\n"
         )
         os.write(2, text.encode())

@@ -154,8 +154,7 @@ class Commands:
             now, first = time.monotonic(), dict[int, int]()  # {rank: number of the rank's next command}
             for number, command in self._commands.items():
                 for rank in command.ranks:
-                    first.setdefault(rank, number)
-                    if first[rank] == number and rank not in command.results:
+                    if rank not in command.results and first.setdefault(rank, number) == number:
                         command.begun.setdefault(rank, now)
             running = [
                 (now - max(command.begun.values()), command)
@@ -166,7 +165,8 @@ class Commands:
             return None
         seconds, command = max(running, key=lambda pair: pair[0])
         missing = [rank for rank in command.ranks if rank not in command.results]
-        return seconds, f"{command.name} on ranks {ranges(command.ranks)}: no answer of {ranges(missing)}"
+        of = f" of {command.about}" if command.about else ""
+        return seconds, f"{command.name}{of} on ranks {ranges(command.ranks)} has no answer of {ranges(missing)}"
 
     def _post(
         self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""

@@ -236,7 +236,8 @@ class _Opener:
             policy, ranks, side, present = self.sources.get(name), self.ranks[name], None, nullcontext
             if policy is not None:
                 side, present = self._pool_side(name, policy, settings)
-            address = world.broadcast(None if side is None else side.address, source=ranks[0])
+            opened = None if side is None else (side.address[0], side.address[1], side.address[2])
+            address = world.broadcast(opened, source=ranks[0])
             assert address is not None, "the first of the role's ranks has a side"
             self.opened.refits[name] = PoolRefit(
                 self.commands, name, ranks, side, address, pool, servers.driver, engines.refit, present=present

@@ -83,6 +83,7 @@ class Driver:
     finished: bool  # whether an earlier start of the run has finished the run and recorded this in summary.json
     watch: Stopwatch
     leave: Leave  # decides whether the run should save and exit; called on rank 0
+    watchdog: Watchdog
     tracker: Tracker | None = None
     console: RunConsole | None = None
 
@@ -234,7 +235,7 @@ def _opened(
         accept=spec.run.resume == "must",
     )
     changes = world.from_leader(lambda: record.compare(input_digests.FILES, input_digests.read_files(spec.settings)))
-    driver = Driver(directory, checkpoints, newest, record, finished, watch, leave)
+    driver = Driver(directory, checkpoints, newest, record, finished, watch, leave, watchdog)
     if world.rank != 0:
         yield driver
         return

@@ -84,6 +84,7 @@ def _train(
     leave = lambda: parts.interrupts.requested or driver.leave.asked()  # noqa: E731
     driver.say(f"opening the engines ({spec.engine.settings.kind}) of {', '.join(spec.engine.opened)}")
     commands = Commands(world)
+    driver.watchdog.longest = commands.longest
     run_engines = open_engines(
         spec.engine, parts.tokenizers, world, commands, stack, servers=Supervised(driver, leave),
         sources=parts.policies, ranks=parts.ranks,
