@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -157,19 +157,23 @@ class Checkpoints:
             references |= {number - number % every for every in self.reference_every}
 
 
-def sum_up(directory: Path, rank: int) -> None:
-    """Computes the checksums of the files that `rank` wrote into a checkpoint directory (`__RANK_N.distcp`), and writes
-    them to a file that `seal` reads. Each rank calls this function, so that no rank has to read the whole
-    checkpoint."""
-    files = [str(file.relative_to(directory)) for file in directory.rglob(f"__{rank}_*.distcp")]
-    write_json(directory / f".sums.{rank}.json", digests(directory, files))
+def sum_up(directory: Path, places: Mapping[str, int]) -> None:
+    """Computes the checksums of the files that this rank wrote into a checkpoint directory, and writes them to files
+    that `seal` reads. Each rank calls this function, so that no rank has to read the whole checkpoint.
+
+    `places`: {role: index of this rank among the role's ranks}, of the roles that this rank saved. The files of a role
+    are `ROLE/__PLACE_N.distcp`.
+    """
+    for role, place in places.items():
+        files = [str(file.relative_to(directory)) for file in (directory / role).rglob(f"__{place}_*.distcp")]
+        write_json(directory / role / f".sums.{place}.json", digests(directory, files))
 
 
 def seal(directory: Path, number: int) -> None:
     """Writes the manifest of a checkpoint directory, with the size and checksum of every file, and flushes all files to
     the disk. Checksums that ranks computed with `sum_up` are used; all other checksums are computed here."""
     sums: dict[str, str] = {}
-    for file_of_rank in directory.glob(".sums.*.json"):
+    for file_of_rank in directory.glob("*/.sums.*.json"):
         sums |= read_json(file_of_rank)
         file_of_rank.unlink()
     files = {str(file.relative_to(directory)): file.stat().st_size for file in _files(directory)}

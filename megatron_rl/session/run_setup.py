@@ -362,7 +362,8 @@ class Saver:
             if self._summing is None:
                 if not self._world.everywhere(all([own.saved(wait=wait) for own in self._policies.values()])):
                     return None
-                self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), self._world.rank)
+                places = dict.fromkeys(self._policies, self._world.rank)
+                self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), places)
             if not wait and not self._world.everywhere(self._summing.done()):
                 return None
             summing, self._due, self._summing = self._summing, None, None

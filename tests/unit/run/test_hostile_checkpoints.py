@@ -86,7 +86,7 @@ def save(directory, ranks: int = 2) -> Checkpoints:
         (pending / "model").mkdir()
         for rank in range(ranks):
             (pending / f"model/__{rank}_0.distcp").write_bytes(os.urandom(1000))
-            sum_up(pending, rank)
+            sum_up(pending, {"model": rank})
         (pending / "state.json").write_text("{}")
         checkpoints.commit(number)
     return checkpoints
@@ -103,7 +103,7 @@ def test_hostile_bit_in_a_checkpoint_is_seen(tmp_path, name):
     newest = checkpoints.newest(verify)
     assert newest is not None and newest.number == 2
     assert {*known_digests(newest.path)} == {*read_json(newest.path / MANIFEST)["files"]}
-    assert not [*newest.path.glob(".sums*")]
+    assert not [*newest.path.rglob(".sums*")]
     file = newest.path / name
     file.write_bytes(bytes([file.read_bytes()[0] ^ 4]) + file.read_bytes()[1:])
     found = checkpoints.newest(verify)

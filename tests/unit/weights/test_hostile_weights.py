@@ -193,9 +193,9 @@ def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monk
     assert saver.save(1, {}) == 1, "the first one is waited for"
     go, plain = threading.Event(), run_setup.sum_up
 
-    def slow(directory: Path, rank: int) -> None:
+    def slow(directory: Path, places: dict[str, int]) -> None:
         assert go.wait(30)
-        plain(directory, rank)
+        plain(directory, places)
 
     monkeypatch.setattr(run_setup, "sum_up", slow)
     assert saver.save(2, {}) is None
@@ -215,7 +215,7 @@ def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monk
 def test_hostile_disk_that_fails_under_the_checksums_is_said_in_our_words(saver, monkeypatch):
     saver.save(1, {})
 
-    def fails(directory: Path, rank: int) -> None:
+    def fails(directory: Path, places: dict[str, int]) -> None:
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(run_setup, "sum_up", fails)
