@@ -171,11 +171,11 @@ def uses_transformer_engine(arch: Architecture, dtype: str, *, adapted: bool = F
     return has_transformer_engine() and not torch_layers
 
 
-def uses_flash(arch: Architecture, model: Model) -> bool:
+def uses_flash(arch: Architecture, model: Model, control: Any) -> bool:
     """Checks whether the project's torch layers compute the attention of packed sequences in one flash attention call.
 
-    If flash attention is not available for packed bfloat16 rows on a GPU, the first rank logs a warning. Raises
-    ConfigError if the settings require flash attention and it is not available.
+    If flash attention is not available for packed bfloat16 rows on a GPU, the first rank of the gloo group `control`
+    logs a warning. Raises ConfigError if the settings require flash attention and it is not available.
     """
     if model.attention_backend == "sdpa" or arch.features.sinks:
         return False
@@ -183,7 +183,7 @@ def uses_flash(arch: Architecture, model: Model) -> bool:
     if problem is not None and model.attention_backend == "flash":
         raise ConfigError(f"model.attention_backend = 'flash': {problem}; set it to auto or sdpa")
     slow = problem is not None and model.dtype == "bfloat16" and torch.cuda.is_available()
-    if slow and dist.get_rank() == 0:
+    if slow and dist.get_rank(control) == 0:
         _log.warning(
             "%s: packed rows attend by a call for each group of sequences of similar length, which is slower than one "
             "call of flash attention: %s",

@@ -76,31 +76,30 @@ def gather(chunks: list[Any]) -> None:
         chunk.start_param_sync(force_sync=True)
 
 
-def build(role: RoleConfig, config: Any, chunks: list[Any], *, timer: Timer) -> tuple[Any, Any]:
-    """Returns (optimizer, learning-rate schedule) of a role. `timer` measures the reduction of gradients over ranks.
+def build(role: RoleConfig, config: Any, chunks: list[Any], *, group: Any, timer: Timer) -> tuple[Any, Any]:
+    """Returns (optimizer, learning-rate schedule) of a role. Collective over `group`, the role's `Groups.whole`.
+    `timer` measures the reduction of gradients over ranks.
 
     The optimizer is Adam with its state sharded over the data-parallel ranks. Norms and biases have no weight decay
     unless `decay_norms` is set.
     """
     settings = role.optimizer
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            adam_beta1=settings.betas[0],
-            adam_beta2=settings.betas[1],
-            adam_eps=settings.eps,
-            weight_decay=settings.weight_decay,
-            clip_grad=settings.clip_grad,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-            use_distributed_optimizer=True,
-        ),
-        chunks,
-        # if None, Megatron-core uses no weight decay for norms and biases
-        config_overrides={} if settings.decay_norms else None,
+    core_settings = OptimizerConfig(
+        optimizer="adam",
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        adam_beta1=settings.betas[0],
+        adam_beta2=settings.betas[1],
+        adam_eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        clip_grad=settings.clip_grad,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
+        use_distributed_optimizer=True,
     )
+    overrides = {} if settings.decay_norms else None  # None: Megatron-core decays no norms and no biases
+    with platform.as_world(group):
+        optimizer = get_megatron_optimizer(core_settings, chunks, config_overrides=overrides)
     config.finalize_model_grads_func = timer.around("gradient_reduction", finalize_model_grads)
     config.grad_scale_func = optimizer.scale_loss
     initialize_state(optimizer)

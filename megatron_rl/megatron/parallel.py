@@ -1,5 +1,5 @@
-"""Creates the process groups of a layout. Several layouts can coexist in one world; Megatron-core uses one layout at a
-time."""
+"""Creates the process groups of a layout on a set of ranks. Several layouts and sets can coexist in one world;
+Megatron-core uses one layout at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import Layout
 from megatron_rl.megatron import platform
-from megatron_rl.messages.world import Replicas, all_gather
+from megatron_rl.messages.world import Replicas
 from megatron_rl.weights.parameter_mapping import Shard
 
 platform.install()
@@ -26,8 +26,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed  # noq
 
 @dataclass(frozen=True)
 class Groups:
-    """The process groups of one parallel layout. Megatron-core reads its process groups from module globals; the
-    context manager `active()` sets the globals to these groups and restores the previous values afterwards."""
+    """The process groups of one parallel layout on a set of ranks, which is a range of the world's ranks. A rank's
+    place is its index in the set; the leader has place 0. Megatron-core reads its process groups from module globals;
+    the context manager `active()` sets the globals to these groups and restores the previous values afterwards."""
 
     layout: Layout
     tp: Any  # process group of the tensor-parallel ranks
@@ -35,8 +36,9 @@ class Groups:
     cp: Any  # group of the ranks that split each sequence (context parallelism)
     dp: Any  # group of the data-parallel replicas
     experts: Any  # group of ranks that together hold one copy of a stage's experts; expert-tensor ranks vary fastest
-    control: Any  # gloo group of all ranks, for small objects
-    replicas: Replicas  # ranks of every data-parallel replica, and the gloo group of this rank's replica
+    control: Any  # gloo group of the set, for small objects
+    whole: Any  # group of the set with the world's backends, for `platform.as_world`
+    replicas: Replicas  # places of every data-parallel replica, and the gloo group of this rank's replica
     _globals: dict[str, Any]
 
     @property
@@ -82,14 +84,21 @@ class Groups:
             parallel_state.__dict__.update(snapshot)
 
 
-# {(layout, seed, timeout): groups}, all created while `_world` was torch's world group
-_made: dict[tuple[Layout, int, int], Groups] = {}
+# {(layout, ranks, seed, timeout): groups, or None outside of the ranks}, all created while `_world` was torch's world
+_made: dict[tuple[Layout, range, int, int], Groups | None] = {}
 _world: Any = None
 
 
-def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
-    """Returns the process groups of `layout`, and creates them at the first call. Roles with the same layout share the
-    groups. Collective over all ranks.
+@overload
+def create(layout: Layout, ranks: None = None, *, seed: int = 0, timeout_s: int = 1800) -> Groups: ...
+@overload
+def create(layout: Layout, ranks: range | None, *, seed: int = 0, timeout_s: int = 1800) -> Groups | None: ...
+def create(layout: Layout, ranks: range | None = None, *, seed: int = 0, timeout_s: int = 1800) -> Groups | None:
+    """Returns the process groups of `layout` on `ranks` (None: all ranks), and creates them at the first call. Returns
+    None on a rank outside of `ranks`. Roles with the same layout and ranks share the groups.
+
+    Collective over all ranks of the world, also over those outside of `ranks`: torch names groups by a counter in each
+    process, so that every rank must create every group, in the same order.
 
     Groups are shared because they are expensive: a layout has about 24 groups, each with NCCL communicators or with
     gloo threads that wake up a hundred times a second. Raises ConfigError if tp * cp * pp or etp * ep * pp does
@@ -99,20 +108,21 @@ def create(layout: Layout, *, seed: int = 0, timeout_s: int = 1800) -> Groups:
     if dist.group.WORLD is not _world:
         _made.clear()
         _world = dist.group.WORLD
-    key = layout, seed, timeout_s
+    if ranks is None:
+        ranks = range(dist.get_world_size())
+    key = layout, ranks, seed, timeout_s
     if key not in _made:
-        _made[key] = _create(layout, seed, timeout_s)
+        _made[key] = _create(layout, ranks, seed, timeout_s)
     return _made[key]
 
 
-def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
+def _create(layout: Layout, ranks: range, seed: int, timeout_s: int) -> Groups | None:
     """Creates the groups of a layout with Megatron-core's function, and restores core's globals afterwards."""
-    world = dist.get_world_size()
-    refuse(*layout.rank_problems(world))
-    snapshot = _snapshot()
+    refuse(*layout.rank_problems(len(ranks)))
+    snapshot, timeout = _snapshot(), timedelta(seconds=timeout_s)
     # The groups of other layouts keep working, because this call only resets Megatron-core's globals.
     parallel_state.destroy_model_parallel()
-    with _one_backend():
+    with _one_backend(), platform.layout_of(ranks):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tp,
             pipeline_model_parallel_size=layout.pp,
@@ -123,19 +133,24 @@ def _create(layout: Layout, seed: int, timeout_s: int) -> Groups:
             create_gloo_process_groups=True,
             distributed_timeout_minutes=max(1, timeout_s // 60),
         )
-    model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    groups = Groups(
-        layout=layout,
-        tp=parallel_state.get_tensor_model_parallel_group(),
-        pp=parallel_state.get_pipeline_model_parallel_group(),
-        cp=parallel_state.get_context_parallel_group(),
-        dp=parallel_state.get_data_parallel_group(),
-        experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
-        control=control,
-        replicas=_replicas(control, timeout_s),
-        _globals=_snapshot(),
-    )
+    control = dist.new_group([*ranks], backend="gloo", timeout=timeout)
+    whole = dist.group.WORLD if len(ranks) == dist.get_world_size() else dist.new_group([*ranks], timeout=timeout)
+    replicas = _replicas(layout, ranks, timeout)
+    groups = None
+    if dist.get_rank() in ranks:
+        model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
+        groups = Groups(
+            layout=layout,
+            tp=parallel_state.get_tensor_model_parallel_group(),
+            pp=parallel_state.get_pipeline_model_parallel_group(),
+            cp=parallel_state.get_context_parallel_group(),
+            dp=parallel_state.get_data_parallel_group(),
+            experts=parallel_state.get_expert_tensor_and_model_parallel_group(),
+            control=control,
+            whole=whole,
+            replicas=replicas,
+            _globals=_snapshot(),
+        )
     parallel_state.__dict__.update(snapshot)
     return groups
 
@@ -163,23 +178,22 @@ def _one_backend() -> Iterator[None]:
         parallel_state.create_group = make
 
 
-def _replicas(control: Any, timeout_s: int) -> Replicas:
-    """Finds the ranks of each data-parallel replica and creates a gloo group for each replica. Collective."""
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
-    last = pp == parallel_state.get_pipeline_model_parallel_world_size() - 1
-    reports = last and tp == 0 and parallel_state.get_context_parallel_rank() == 0
-    everyone = all_gather((parallel_state.get_data_parallel_rank(), reports), control)
-    ranks: list[list[int]] = [[] for _ in range(1 + max(number for number, _ in everyone))]
-    reporters = [0] * len(ranks)
-    for rank, (number, is_reporter) in enumerate(everyone):
-        ranks[number].append(rank)
-        if is_reporter:
-            reporters[number] = rank
-    group = None
-    for members in ranks if len(ranks[0]) > 1 else ():
-        replica_group = dist.new_group(members, backend="gloo", timeout=timedelta(seconds=timeout_s))
-        group = replica_group if dist.get_rank() in members else group
-    return Replicas(ranks=ranks, reporters=reporters, group=group)
+def _replicas(layout: Layout, ranks: range, timeout: timedelta) -> Replicas:
+    """Returns the places of each data-parallel replica, and creates a gloo group for each replica. Collective over the
+    world.
+
+    Megatron-core numbers the ranks of a layout with tp fastest, then cp, dp and pp. A replica reports from the first
+    rank that it has in the last pipeline stage, see `Groups.reports`.
+    """
+    width, stride = layout.tp * layout.cp, len(ranks) // layout.pp
+    firsts = range(0, stride, width)
+    replicas = [[stage + first + i for stage in range(0, len(ranks), stride) for i in range(width)] for first in firsts]
+    own_group = None
+    for places in replicas if layout.model_ranks > 1 else ():
+        members = [ranks[place] for place in places]
+        group = dist.new_group(members, backend="gloo", timeout=timeout)
+        own_group = group if dist.get_rank() in members else own_group
+    return Replicas(ranks=replicas, reporters=[places[-width] for places in replicas], group=own_group)
 
 
 def _snapshot() -> dict[str, Any]:

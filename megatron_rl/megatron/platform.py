@@ -381,6 +381,60 @@ def _adding_bias(product: Callable[..., Any]) -> Callable[..., Any]:
     return converted
 
 
+@contextlib.contextmanager
+def layout_of(ranks: range) -> Iterator[None]:
+    """Makes Megatron-core's `initialize_model_parallel` create the process groups of a layout on `ranks` only.
+
+    Inside the block, core counts `len(ranks)` ranks in the world, and its lists of ranks begin at `ranks.start`. (Core
+    0.16.1 passes the offset 0 to its generator of these lists, parallel_state.py:775-806.) All ranks of the world must
+    call core's function, because torch names groups by a counter in each process.
+    """
+    from megatron.core import parallel_state
+
+    generator, count = parallel_state.RankGenerator, torch.distributed.get_world_size
+
+    class OffsetGenerator(generator):
+        def __init__(self, *sizes: Any, rank_offset: int = 0, **named_sizes: Any) -> None:
+            super().__init__(*sizes, rank_offset=ranks.start, **named_sizes)
+
+    parallel_state.__dict__["RankGenerator"] = OffsetGenerator
+    torch.distributed.get_world_size = lambda group=None: len(ranks) if group is None else count(group)
+    try:
+        yield
+    finally:
+        parallel_state.__dict__["RankGenerator"] = generator
+        torch.distributed.get_world_size = count
+
+
+@contextlib.contextmanager
+def as_world(group: Any) -> Iterator[None]:
+    """Makes a process group torch's default group inside the block, with CUDA too. All ranks of the group enter the
+    block.
+
+    Two parts of Megatron-core (0.16 to 0.19) communicate over the default group and have no argument for another one:
+    the construction of an optimizer, which gathers the keys of parameter groups (optimizer/__init__.py:180), and
+    checkpoints (dist_checkpointing). Inside the block, the members of `group` have the ranks 0, 1, ... of a world of
+    their own, as torch's ShardedTensor requires. Other groups still count the ranks of the real world. Therefore
+    `dist.get_rank(other_group)` is wrong inside the block, and a checkpoint's sharded state must be built before it.
+
+    The change applies to all threads of the process. Another thread of rank 0 may communicate at the same time if it
+    names its group in each call, because rank 0 is the first member of each group that contains it.
+    """
+    c10d = torch.distributed.distributed_c10d
+    world = torch.distributed.group.WORLD
+    if group is world:
+        yield
+        return
+    ranks = c10d._world.pg_group_ranks[group]
+    c10d._world.pg_group_ranks[group] = {place: place for place in range(len(ranks))}
+    c10d._update_default_pg(group)
+    try:
+        yield
+    finally:
+        c10d._update_default_pg(world)
+        c10d._world.pg_group_ranks[group] = ranks
+
+
 def mend_saved_offsets(buffers: Iterable[Any]) -> None:
     """Corrects the offsets with which Megatron-core slices parameters out of the optimizer state that it saves (with
     CUDA too).

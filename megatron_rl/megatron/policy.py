@@ -32,7 +32,7 @@ EIGHT_BIT_UNIT = 16  # Transformer Engine's 8-bit matrix products need a row cou
 
 class MegatronPolicy(RoleModel):
     """A role's model on this rank, which can be trained and can compute per-token statistics. Every method is
-    collective unless its docstring says otherwise: all ranks of the world call it in the same order.
+    collective unless its docstring says otherwise: all ranks of `groups` call it in the same order.
 
     `memory` moves tensors between device and host memory. `state` saves and loads checkpoints. `export` provides the
     weights for inference engines and files. A policy with `trainable=False` has no optimizer and no gradient buffers.
@@ -49,7 +49,7 @@ class MegatronPolicy(RoleModel):
         self.state = PolicyState(self, self.export)
         self._shape = Shape(name=role.model.path, sizes=self.arch, features=self.arch.features)
         self._rotary = RotaryTable(self.arch) if self.attends else None
-        self._flash = self.attends and models.uses_flash(self.arch, role.model)
+        self._flash = self.attends and models.uses_flash(self.arch, role.model, groups.control)
         self._cost = Cost.of_model(self.arch, self.arch.features.experts_per_token)
         self._reference: list[Tensor] | None = None
         if trainable and "reference" in loss_of(role).needs:
@@ -76,7 +76,7 @@ class MegatronPolicy(RoleModel):
 
     @property
     def replicas(self) -> Replicas:
-        """The ranks of each data-parallel replica of the model."""
+        """The places of each data-parallel replica of the model: indices into the role's ranks."""
         return self.groups.replicas
 
     @property
@@ -216,8 +216,7 @@ class MegatronPolicy(RoleModel):
         values = torch.stack([value.double() for _, value in pairs]).tolist() if pairs else []
         for (name, _), value in zip(pairs, values, strict=True):
             totals[name] = totals.get(name, 0.0) + value
-        source = dist.get_group_rank(self.groups.control, self.replicas.reporters[0])
-        names = broadcast(sorted(totals), self.groups.control, source=source)
+        names = broadcast(sorted(totals), self.groups.control, source=self.replicas.reporters[0])
         sums = torch.tensor([totals.get(name, 0.0) for name in names], dtype=torch.float64)
         dist.all_reduce(sums, group=self.groups.control)
         return dict(zip(names, sums.tolist(), strict=True))

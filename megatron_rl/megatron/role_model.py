@@ -36,9 +36,9 @@ class RoleModel:
     has them.
 
     A trainable role also has gradient buffers, an optimizer and a learning-rate schedule. In a role with adapters, the
-    base model is frozen. `base`: the model of another role with adapters and the same path and layout, whose weights
-    this role shares; None if the role does not share weights. The constructor is collective (all ranks call it) and
-    raises ConfigError for settings that the model does not support.
+    base model is frozen. `base`: the model of another role with adapters and the same path, layout and ranks, whose
+    weights this role shares; None if the role does not share weights. The constructor is collective (all ranks of
+    `groups` call it) and raises ConfigError for settings that the model does not support.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class RoleModel:
                 self.chunks = optimizer.wrap(
                     self.config, self.chunks, overlap=role.optimizer.overlap, late=self._gathers_late, fused_sums=sums
                 )
-                self.optimizer, self.scheduler = optimizer.build(role, self.config, self.chunks, timer=self.timer)
+                self.optimizer, self.scheduler = optimizer.build(
+                    role, self.config, self.chunks, group=groups.whole, timer=self.timer
+                )
         self._calls = {name: vars(self.config).get(name) for name in _OF_ROLE}
         self._steps_left = 0
         self.memory = offload.PolicyMemory(self.chunks, self.optimizer)

@@ -30,8 +30,9 @@ _OWN_WRITER: dict[str, Any] = (
 
 
 class PolicyState:
-    """Saves and loads the checkpoints of one role. Every method is collective: all ranks call it. Checkpoints of a role
-    with LoRA adapters contain only the adapters and the role's head (if the role has one), without the base model."""
+    """Saves and loads the checkpoints of one role. Every method is collective: all ranks of the role call it.
+    Checkpoints of a role with LoRA adapters contain only the adapters and the role's head (if the role has one),
+    without the base model."""
 
     def __init__(self, model: RoleModel, export: WeightExport) -> None:
         self._model, self._export = model, export
@@ -48,15 +49,17 @@ class PolicyState:
         model.check_readable()
         with model.memory.awake(), model.active(), checkpoint_writers.one_save():
             state = optimizer_checkpoint.without_copies(self._sharded(loading=False))
-            request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
-            if request is not None:
-                self._saves.schedule_async_request(request)
+            with platform.as_world(model.groups.whole):
+                request = dist_checkpointing.save(state, str(directory), async_sharded_save=background, **_OWN_WRITER)
+                if request is not None:
+                    self._saves.schedule_async_request(request)
         self._export.write_adapter(directory / lora_adapters.DIRECTORY)
 
     def saved(self, *, wait: bool) -> bool:
         """Returns whether all saves started so far have been written to disk. With `wait`, waits for them first. Raises
         the exception of a writer process that failed."""
-        self._saves.maybe_finalize_async_calls(blocking=wait)
+        with platform.as_world(self._model.groups.whole):
+            self._saves.maybe_finalize_async_calls(blocking=wait)
         return not self._saves.get_num_unfinalized_calls()
 
     def load(self, directory: Path) -> None:
@@ -69,7 +72,9 @@ class PolicyState:
         model = self._model
         self._check_kind(directory)
         with model.memory.awake(), model.active():
-            loaded = dist_checkpointing.load(self._to_load(directory), str(directory))
+            state_to_load = self._to_load(directory)
+            with platform.as_world(model.groups.whole):
+                loaded = dist_checkpointing.load(state_to_load, str(directory))
             # The cast is needed because `load` returns a pair for some values of its argument `strict`.
             state = cast(dict[str, Any], loaded)
             for i, chunk in enumerate(model.chunks):

@@ -26,8 +26,8 @@ class DriverError(RuntimeError):
 
 @dataclass(frozen=True, kw_only=True)
 class Replicas:
-    """The ranks that form the data-parallel replicas of a policy (a trained model). Rank 0 belongs to the first
-    replica.
+    """The ranks that form the data-parallel replicas of a policy (a trained model). A rank is an index into the
+    policy's ranks. Rank 0 belongs to the first replica.
     """
 
     # ranks of each replica; the first rank of a replica receives the replica's data from rank 0
@@ -105,14 +105,14 @@ class World:
         if self.rank == 0:
             for replica, ranks in enumerate(replicas.ranks):
                 if replica != own:
-                    dist.send(torch.from_numpy(make(replica)), ranks[0], group=self._group)
+                    dist.send(torch.from_numpy(make(replica)), self._global_rank(ranks[0]), group=self._group)
             buffer = make(own)  # the last array, so that the arrays of the other replicas have been freed
         else:
             buffer = np.empty(sizes[own], np.uint8)
             if self.rank == replicas.ranks[own][0]:
-                dist.recv(torch.from_numpy(buffer), 0, group=self._group)
+                dist.recv(torch.from_numpy(buffer), self._global_rank(0), group=self._group)
         if len(replicas.ranks[own]) > 1:
-            dist.broadcast(torch.from_numpy(buffer), replicas.ranks[own][0], group=replicas.group)
+            dist.broadcast(torch.from_numpy(buffer), self._global_rank(replicas.ranks[own][0]), group=replicas.group)
         return buffer
 
     def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
@@ -125,15 +125,18 @@ class World:
             if self.rank in replicas.reporters:
                 assert own is not None
                 if len(own):
-                    dist.send(torch.from_numpy(own), 0, group=self._group)
+                    dist.send(torch.from_numpy(own), self._global_rank(0), group=self._group)
             return None
         found = []
         for rank, size in zip(replicas.reporters, sizes, strict=True):
             values = own if rank == 0 and own is not None else np.empty(size, np.float32)
             if rank != 0 and size:
-                dist.recv(torch.from_numpy(values), rank, group=self._group)
+                dist.recv(torch.from_numpy(values), self._global_rank(rank), group=self._group)
             found.append(values)
         return found
+
+    def _global_rank(self, rank: int) -> int:
+        return dist.get_global_rank(self._group, rank)
 
 
 def broadcast(value: Any, group: Any, *, source: int = 0, travellers: Sequence[type] = TRAVELLERS) -> Any:

@@ -66,7 +66,7 @@ TRAVELLERS = (RankLocation, Address, ExchangeOutcome, _RollCall, _RefitReport)  
 
 class TrainerSide:
     """The trainer's side of refits, which send weights to the engines. Creating and calling an instance are collective
-    over all trainer ranks.
+    over all trainer ranks, which are the ranks of the role: trainer rank 0 is the role's first rank.
 
     `endpoint` is an engine inside this process; its engine rank equals the trainer rank. If `endpoint` is None, the
     engines are separate processes, which connect to the key-value store at `address`.
@@ -83,13 +83,13 @@ class TrainerSide:
         host: str = "127.0.0.1",
         added: Added | None = None,
     ) -> None:
-        """Opens the key-value store on rank 0, and connects to it on the other ranks.
+        """Opens the key-value store on trainer rank 0, and connects to it on the other ranks.
 
         `parameters`: the parameters of this rank, by names that contain global layer and expert indices.
-        `group`: a gloo process group of all trainer ranks.
+        `group`: a gloo process group of all trainer ranks (`Groups.control`).
         `endpoint`: the engine inside this process, or None if the engines are separate processes.
-        `host`: name or address of rank 0's host, at which the other ranks and the engines reach the store. The default
-        suffices if all of them run on one host.
+        `host`: name or address of trainer rank 0's host, at which the other ranks and the engines reach the store. The
+        default suffices if all of them run on one host.
         `added`: function that returns the values to add to the parameters that are sent, such as a LoRA delta.
 
         Raises ValueError when the group or the parameters do not match the topology.
@@ -392,8 +392,8 @@ class TrainerSide:
                     )
 
     def _open_store(self, host: str) -> tuple[RefitStore, Address]:
-        """Opens a key-value store on rank 0 and connects the other ranks to it. Returns (client of the store, address
-        of the store).
+        """Opens a key-value store on trainer rank 0 and connects the other ranks to it. Returns (client of the store,
+        address of the store).
         """
         opened: list[RefitStore] = []
 

@@ -104,15 +104,15 @@ def test_a_gpu_that_goes_without_it_is_warned_of_in_bfloat16(monkeypatch, ampere
     monkeypatch.setattr(torchs, "varlen_attn", of_2_10)
     arch: Any = SimpleNamespace(head_dim=128, features=SimpleNamespace(sinks=False))
     with caplog.at_level(logging.WARNING):
-        assert not models.uses_flash(arch, Model(path="x", dtype=dtype))
+        assert not models.uses_flash(arch, Model(path="x", dtype=dtype), None)
     assert ("which comes with torch 2.11" in caplog.text) == warns
     with pytest.raises(ConfigError, match="set it to auto or sdpa"):
-        models.uses_flash(arch, Model(path="x", dtype=dtype, attention_backend="flash"))
+        models.uses_flash(arch, Model(path="x", dtype=dtype, attention_backend="flash"), None)
 
 
 @pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {}])
 def test_nobody_is_warned_who_asked_for_sdpa_or_has_no_gpu(caplog, settings, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     arch: Any = SimpleNamespace(head_dim=128, features=SimpleNamespace(sinks=False))
-    assert not models.uses_flash(arch, Model(path="x", dtype="bfloat16", **settings))
+    assert not models.uses_flash(arch, Model(path="x", dtype="bfloat16", **settings), None)
     assert not caplog.text
