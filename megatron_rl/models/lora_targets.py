@@ -125,13 +125,14 @@ def num_elements(sizes: Sizes, lora: Lora) -> int:
     return int(sum(p.elements(lora.rank) for layer in range(sizes.num_layers) for p in adapted(sizes, layer, lora)))
 
 
-def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
+def owners(roles: Mapping[str, RoleConfig], ranks: Mapping[str, range] | None = None) -> dict[str, str]:
     """Returns {role with LoRA adapters: role whose base model it shares in the trainer}. The second role is the role
     itself or an earlier role.
 
-    Roles with the same model files, dtype, recomputation and layout share one base model, because adapters do not
-    change the base model.
+    Roles with the same model files, dtype, recomputation, layout and ranks share one base model, because adapters do
+    not change the base model. `ranks`: {role: its ranks}; None: each role has all ranks.
     """
+    ranks = ranks or {}
     base_of_role: dict[str, str] = {}
     first: dict[Any, str] = {}
     for name, role in roles.items():
@@ -139,7 +140,8 @@ def owners(roles: Mapping[str, RoleConfig]) -> dict[str, str]:
             model = role.model
             # Training changes a head, so a role with a head does not share a model.
             alone = None if role.head is None and not role.loss.value_coef else name
-            key = model.path, model.dtype, model.recompute, model.recompute_modules, role.layout, alone
+            recomputation = model.recompute, model.recompute_modules
+            key = model.path, model.dtype, recomputation, role.layout, ranks.get(name), alone
             base_of_role[name] = first.setdefault(key, name)
     return base_of_role
 

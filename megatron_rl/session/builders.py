@@ -101,18 +101,28 @@ def preflight_plan(
     )
 
 
-def policies(roles: Mapping[str, RoleSpec], trained: Collection[str], run: Run) -> dict[str, MegatronPolicy]:
-    """Loads the model of each role that has a separate policy, and returns {role: policy}. Collective.
+def policies(
+    roles: Mapping[str, RoleSpec], trained: Collection[str], run: Run, *, ranks: Mapping[str, range] | None = None
+) -> dict[str, MegatronPolicy]:
+    """Loads the model of each role that has a separate policy and whose ranks include this rank. Returns {role: policy}
+    in the order of the roles. Collective over the world.
 
-    Policies of roles with the setting `sleep` are offloaded from the GPU. Roles with LoRA adapters on the same model
-    and parallel layout share one base model.
+    `ranks`: {role: its ranks}, see `RunSpec.role_ranks`; None: each role has all ranks. Policies of roles with the
+    setting `sleep` are offloaded from the GPU. Roles with LoRA adapters on the same model, parallel layout and ranks
+    share one base model.
     """
-    owner = owners(roles)
+    ranks, owner = ranks or {}, owners(roles, ranks)
+    # Every rank creates the groups of all roles before any model is loaded, so that no role waits for another's model.
+    groups_of = {
+        name: parallel.create(role.layout, ranks.get(name), seed=run.seed)
+        for name, role in roles.items()
+        if role.has_policy
+    }
     out: dict[str, MegatronPolicy] = {}
-    for name, role in roles.items():
-        if not role.has_policy:
+    for name, groups in groups_of.items():
+        if groups is None:
             continue
-        groups = parallel.create(role.layout, seed=run.seed)
+        role = roles[name]
         out[name] = MegatronPolicy(
             role, groups, trainable=name in trained, seed=run.seed, deterministic=run.deterministic,
             base=out.get(owner.get(name, "")),
