@@ -123,7 +123,9 @@ def _train(
         other_row = Row() if driver_rows is None else samples[0 if step is None else order.before(step)]
         return _with_kl(world, policy, rollouts, other_row, spec.data.max_tokens) if "kl" in loss.needs else rollouts
 
-    saver = Saver(world, driver, {"model": policy.state}, names=["model"], background=spec.run.async_save)
+    saver = Saver(
+        world, driver, {"model": policy.state}, ranks={"model": range(world.size)}, background=spec.run.async_save
+    )
     driver.leave.begin()
     for step in todo:
         with (

@@ -94,7 +94,7 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
             spec.recipe, spec.data, spec.roles, tokenizers, spec.prompt_limits(role), seed=spec.run.seed
         )
         commands, ranks = Commands(world), spec.role_ranks
-        policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
+        policies = builders.policies(spec.roles, spec.trained_policies, spec.run, ranks=ranks)
         quiet = replace(driver, tracker=None)  # disables writing to the run's refits.jsonl
         run_engines = open_engines(
             spec.engine, tokenizers, world, commands, stack, servers=Supervised(quiet), sources=policies, ranks=ranks

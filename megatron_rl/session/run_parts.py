@@ -66,7 +66,8 @@ def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrup
     world.from_leader(driver.compare, spec.models, rows)
     driver.say(f"reading models: {', '.join(n for n, role in spec.roles.items() if role.has_policy)}")
     driver.checkpoints.reference_every = tuple(spec.reference_resets.values())
-    policies = builders.policies(spec.roles, spec.trained_policies, spec.run)
+    ranks = spec.role_ranks
+    policies = builders.policies(spec.roles, spec.trained_policies, spec.run, ranks=ranks)
     progress, recipe_states = Progress(), list[dict[str, Any]]()
     if driver.resumed is not None:
         place = driver.resumed.path / STATE
@@ -83,7 +84,7 @@ def open_parts(spec: RunSpec, world: World, driver: Driver, interrupts: Interrup
         driver.checkpoints.protected = frozenset(number for number, _ in progress.best)
     return RunParts(
         spec=spec, world=world, driver=driver, interrupts=interrupts, tokenizers=tokenizers, readers=readers,
-        held_out=held_out, policies=policies, ranks=spec.role_ranks, progress=progress, recipe_states=recipe_states,
+        held_out=held_out, policies=policies, ranks=ranks, progress=progress, recipe_states=recipe_states,
     )  # fmt: skip
 
 

@@ -307,12 +307,13 @@ class Saver:
     """
 
     def __init__(
-        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, names: Sequence[str], background: bool,
+        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, ranks: Mapping[str, Sequence[int]],
+        background: bool,
         present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
-        """`policies`: the policies of this rank. `names`: those of all ranks. `present`: function that returns, for the
-        name of a policy, a context manager in whose block the policy is on the GPU."""
-        self._present, self._names = present, names
+        """`policies`: the policies of this rank. `ranks`: {policy: its ranks} of all policies. `present`: function that
+        returns, for the name of a policy, a context manager in whose block the policy is on the GPU."""
+        self._present, self._ranks = present, ranks
         self._world, self._driver, self._policies, self._background = world, driver, policies, background
         self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
         self._measured = False
@@ -331,7 +332,7 @@ class Saver:
 
         def begin() -> None:
             pending = checkpoints.begin(number)
-            for name in self._names:
+            for name in self._ranks:
                 (pending / name).mkdir()
 
         self._world.from_leader(begin)
@@ -362,7 +363,7 @@ class Saver:
             if self._summing is None:
                 if not self._world.everywhere(all([own.saved(wait=wait) for own in self._policies.values()])):
                     return None
-                places = dict.fromkeys(self._policies, self._world.rank)
+                places = {name: self._ranks[name].index(self._world.rank) for name in self._policies}
                 self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), places)
             if not wait and not self._world.everywhere(self._summing.done()):
                 return None

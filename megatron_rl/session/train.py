@@ -101,7 +101,12 @@ def _train(
     fleet = _fleet(parts, commands, memory, run_engines)
     trained = {name: parts.policies[name].state for name in spec.trained_policies if name in parts.policies}
     saver = Saver(
-        world, driver, trained, names=spec.trained_policies, background=spec.run.async_save, present=memory.weights
+        world,
+        driver,
+        trained,
+        ranks={name: parts.ranks[name] for name in spec.trained_policies},
+        background=spec.run.async_save,
+        present=memory.weights,
     )
     checkpoints = RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
     sets = evaluations.held_out_sets(
