@@ -79,7 +79,7 @@ class Commands:
         self._handling: int | None = None  # id of the thread that runs a handler
 
     def serve(self, name: str, handler: Handler) -> None:
-        """Registers a handler under a name. Every rank must register the same names."""
+        """Registers a handler under a name. Every rank that a command of this name is posted to must register it."""
         self._handlers[name] = handler
 
     def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
@@ -172,8 +172,8 @@ class Commands:
         self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
     ) -> Future[dict[int, Any]]:  # fmt: skip
         """Posts a command. The future gives {rank: result, or the error that its handler raised}."""
-        if name not in self._handlers:
-            raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
+        if 0 in ranks:
+            self._handler(name)
         if self._handling == threading.get_ident():
             raise RuntimeError(f"{name!r} inside a running handler: only the driver posts commands")
         if not self._driving or self.rank != 0:
@@ -212,7 +212,7 @@ class Commands:
                 continue
             self._handling = threading.get_ident()
             try:
-                result = self._handlers[name](argument)
+                result = self._handler(name)(argument)
                 self._answer(number, result if wanted else None)
             except BaseException as error:
                 self._answer(number, error)
@@ -222,6 +222,11 @@ class Commands:
                         raise
             finally:
                 self._handling = None
+
+    def _handler(self, name: str) -> Handler:
+        if (handler := self._handlers.get(name)) is None:
+            raise ValueError(f"no handler {name!r} is served; known: {', '.join(sorted(self._handlers)) or 'none'}")
+        return handler
 
     def _drive(self, function: Callable[..., Any], args: Sequence[Any], device: int | None) -> None:
         """Runs the driver, and tells all ranks how it ended. `device`: the GPU of this rank, which torch chooses for

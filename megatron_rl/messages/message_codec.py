@@ -23,13 +23,13 @@ from megatron_rl.batches.rollout_buffer import Counts, Form, Value
 from megatron_rl.lib import frames
 from megatron_rl.lib.frames import KINDS, CodecError
 from megatron_rl.run.checkpoint import Checkpoint
-from megatron_rl.types import Author, Stop
+from megatron_rl.types import Author, Rollout, Stop
 
 # Dataclasses, named tuples and enums that may be sent between ranks. Add new classes to this tuple.
 # Sending an object of any other class raises TypeError.
 TRAVELLERS: tuple[type, ...] = (
     *(Rule, Counts, Form, Value, Outline, StepTotals, Completion, Sampling, TandemSampling, TopScores),
-    *(Checkpoint, Author, Stop),
+    *(Checkpoint, Author, Stop, Rollout),
 )
 DTYPES = {str(kind).removeprefix("torch."): kind for kind in (torch.float32, torch.bfloat16, torch.float16)}
 PLAIN = frozenset({str, int, float, bool, type(None)})

@@ -17,7 +17,7 @@ def explain(spec: Spec) -> list[str]:
     adapters."""
     if not isinstance(spec, RunSpec):
         return [f"the model: {_adapters(role)}" for role in spec.roles.values() if role.lora is not None]
-    lines, ranks = [], spec.cluster.ranks
+    lines, sets = [], spec.role_ranks
     for name, role in spec.roles.items():
         if not role.has_policy:
             where = "own engines" if role.endpoint is None else role.endpoint.url
@@ -32,11 +32,12 @@ def explain(spec: Spec) -> list[str]:
         plain = layout.ep == 1 and layout.expert_tp == layout.tp
         experts = "" if plain else f", experts ep {layout.ep} x etp {layout.expert_tp}"
         lines.append(
-            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {ranks // layout.model_ranks} on {ranks} "
-            f"ranks{experts}; micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
+            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {len(sets[name]) // layout.model_ranks} on "
+            f"{_ranks(sets[name], spec.cluster.ranks)}{experts}; micro-batches of up to "
+            f"{role.micro_batch_tokens * layout.cp} tokens per replica"
         )
         if role.lora is not None:
-            owner = owners(spec.roles).get(name, name)
+            owner = owners(spec.roles, sets).get(name, name)
             shared = "" if owner == name else f"; it is the copy that {owner} has"
             lines.append(f"{name}: {_adapters(role)}{shared}")
         if role.servers != name:
@@ -49,6 +50,11 @@ def explain(spec: Spec) -> list[str]:
     return lines
 
 
+def _ranks(own: range, ranks: int) -> str:
+    """Returns a role's ranks as text, such as `8 ranks` for all ranks of a run or `ranks 0-3`."""
+    return f"{ranks} ranks" if len(own) == ranks else f"ranks {own[0]}-{own[-1]}" if len(own) > 1 else f"rank {own[0]}"
+
+
 def explain_recipe(spec: RunSpec) -> list[str]:
     """Returns one line for each trained role: the number of prompts, samples and optimizer steps of one update.
 
@@ -56,8 +62,8 @@ def explain_recipe(spec: RunSpec) -> list[str]:
     role whose training ends before the training of any other role begins."""
     parts = spec.recipe.roles()
     trained = [name for name, part in parts.items() if part.trained]
-    prompts, ranks = spec.run.prompts_per_iteration, spec.cluster.ranks
-    lines = [_update(spec.roles[name], prompts, parts[name].samples, ranks) for name in trained]
+    prompts, sets = spec.run.prompts_per_iteration, spec.role_ranks
+    lines = [_update(spec.roles[name], prompts, parts[name].samples, len(sets[name])) for name in trained]
     iterations = [iteration for cycle in spec.loop.schedule for iteration in cycle]
     for name in trained:
         first = next((i for i, iteration in enumerate(iterations) if set(iteration) & {*trained} - {name}), None)

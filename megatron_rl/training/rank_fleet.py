@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from megatron_rl.messages.world import World
 from megatron_rl.training.device_memory import ColocatedEngines, DeviceMemory, EngineTurns
 from megatron_rl.training.lessons import Lesson, Metrics
 from megatron_rl.training.update import token_scores, update
-from megatron_rl.types import Rollout
+from megatron_rl.types import AGENT, EPISODE, Rollout
 
 
 class RankFleet:
@@ -68,8 +69,7 @@ class RankFleet:
         """Runs a handler on the ranks of a policy with the policy's name and these arguments. The future gives the
         result of the first of the ranks. `bulk`: a last argument that is None on the other ranks, such as rollouts.
         """
-        shared = (policy, *arguments)
-        ranks = self._ranks[policy]
+        shared, ranks = (policy, *arguments), self._ranks[policy]
         return self._commands.together(name, (*shared, bulk), (*shared, None), ranks, about=policy)
 
     @property
@@ -99,14 +99,24 @@ class RankFleet:
 
     def score(self, policy: str, rollouts: Sequence[Rollout], names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         self.engines.clear()
-        return self.call("score", policy, [*names], bulk=rollouts).result()
+        return self.call("score", policy, [*names], bulk=self._sent(policy, rollouts)).result()
 
     def apart(self, policy: str, other: str) -> bool:
         return {*self._ranks[policy]}.isdisjoint(self._ranks[other])
 
     def update(self, lesson: Lesson, learning: Sequence[str]) -> Future[Metrics]:
         self.engines.clear(learning)
-        return self.call("train", lesson.policy, bulk=lesson.rollouts)
+        return self.call("train", lesson.policy, bulk=self._sent(lesson.policy, lesson.rollouts))
+
+    def _sent(self, policy: str, rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+        """Returns the rollouts without what only the driver reads, if another rank than rank 0 gets them."""
+        if self._ranks[policy][0] == 0:
+            return rollouts
+        units = [{name: r.payload[name] for name in (EPISODE, AGENT) if name in r.payload} for r in rollouts]
+        return [
+            replace(rollout, payload=unit, rewards={}, annotations={})
+            for rollout, unit in zip(rollouts, units, strict=True)
+        ]
 
     def refit(self, policy: str, version: int) -> None:
         if (send := self.refits.get(policy)) is not None:
