@@ -45,7 +45,8 @@ from megatron_rl.engines.pool.states import Loaded, Paused, Refit
 from megatron_rl.engines.protocol import Completion, Sampling
 from megatron_rl.engines.server import Server
 from megatron_rl.engines.vllm.settings import Vllm
-from megatron_rl.planning.schedule import Sample, SimulatedIteration, Station, lengths, simulate
+from megatron_rl.planning.schedule import lengths
+from megatron_rl.planning.simulation import Sample, SimulatedIteration, Station, simulate
 from megatron_rl.training.collector import Collector, RolloutMaker, Turn, upcoming
 from megatron_rl.training.credit import CreditStage
 from megatron_rl.training.iteration import Collected, Iteration, PromptSource, Recipe, RecipeRole, RolloutContext

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from megatron_rl.config.base import ConfigError
+from megatron_rl.config.base import ConfigError, refuse
 from megatron_rl.config.engines import Embedded, Servers
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.workload import IterationWork
 from megatron_rl.spec import checks
+from megatron_rl.spec.rank_sets import rank_sets
 from megatron_rl.spec.run_spec import ClusterSpec, EngineSpec, RoleSpec, RunSpec
 
 PER_NODE = 8  # number of GPUs per node if the user gives no cluster
@@ -52,6 +54,13 @@ class Case:
     def ranks(self) -> int:
         """Returns the number of the trainer's GPUs. Raises ConfigError if the engines leave no GPU to the trainer."""
         return trainer_gpus(self.spec.engine, self.cluster)
+
+    @cached_property
+    def role_ranks(self) -> Mapping[str, range]:
+        """Returns {role: its ranks}. Raises ConfigError if the trainer has not the ranks that a role asks for."""
+        sets, problems = rank_sets(self.roles, self.ranks)
+        refuse(*problems)
+        return sets
 
     def with_roles(self, **changed: RoleSpec) -> Case:
         """Returns this run with some roles replaced. `changed`: role name -> its new specification."""

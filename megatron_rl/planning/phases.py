@@ -80,13 +80,28 @@ class Generation:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SetWork:
+    """The work of one set of ranks in an iteration: the scores and updates of the roles on these ranks, and the refits
+    of their engines.
+    """
+
+    ranks: range
+    policies: Sequence[str] = ()  # policies that the set updates
+    scores_s: float = 0.0
+    update_s: float
+    refit_s: float = 0.0
+    # roles whose servers pause while the set sends weights; None: all engines pause, as with a single set
+    paused: Sequence[str] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class IterationPlan:
     """The estimate for one iteration: seconds of each phase in order of execution, and token counts."""
 
     role: str  # roles that the iteration trains, joined by +
     times: int  # number of iterations like this one in a cycle (item of the schedule)
     phases: Mapping[str, float]
-    hidden: float  # maximum seconds of generation that may overlap with training
+    hidden: float  # maximum seconds that may overlap: generation with training, and the work of different sets of ranks
     generated: float  # number of generated tokens
     trained: float  # number of trained tokens
     flops: float  # floating-point operations of the training passes, over all GPUs
@@ -96,6 +111,7 @@ class IterationPlan:
     episodes: Sequence[EpisodePlan] = ()  # estimates of the roles that answer several times per sample
     policies: Sequence[str] = ()  # policies that the iteration updates
     generation: Sequence[Generation] = ()  # one item per role whose samples the run's own engines generate
+    sets: Sequence[SetWork] = ()  # work of each set of ranks that scores or updates
 
     @property
     def seconds(self) -> float:
@@ -120,48 +136,89 @@ def plan_iteration(
     if work.draws and case.spec.reward.target:
         reward_s = work.draws[0].samples * GRADING_S / case.spec.reward.workers
         phases["reward"] = reward_s / (1 if case.servers is None else 8)
-    phases |= {str(scored): _scoring(case, scored, actors[roles[scored.by].owner]) for scored in work.scores}
-    trained: dict[str, list[Draw]] = {}
-    for draw in work.trained:
-        trained.setdefault(roles[draw.role].owner, []).append(draw)
-    for name, draws in trained.items():
-        update = _training(roles[name], case.cluster, draws, actors[name])
+    scores = {str(scored): _scoring(case, scored, actors[roles[scored.by].owner]) for scored in work.scores}
+    phases |= scores
+    updates = updates_of(case, work, actors)
+    for update in updates.values():
         phases |= {phase: phases.get(phase, 0.0) + seconds for phase, seconds in update.items()}
+    trained, changes_s = list(updates), 0.0
     if case.colocated:
-        phases["sleep and wake"] = _changes_of_place(case, list(trained), actors, engines)
-    refits = _refits(case, list(trained), actors, engines)
+        phases["sleep and wake"] = changes_s = _changes_of_place(case, trained, actors, engines)
+        updates = {name: {**update, "sleep and wake": 0.0} for name, update in updates.items()}
+    refits = _refits(case, trained, actors, engines)
     if refits:
-        phases["refit"] = sum(refit.seconds for refit in refits)
+        phases["refit"] = sum(refit.seconds for refit in refits.values())
+    refit_s = {name: refit.seconds for name, refit in refits.items()}
+    sets = _set_works(case, work, scores, {name: sum(update.values()) for name, update in updates.items()}, refit_s)
+    sets = [replace(part, update_s=part.update_s + changes_s) for part in sets]
     drawn = sum(seconds for name, seconds in phases.items() if name.startswith("rollout"))
+    rest, beside = sum(phases.values()) - drawn, 0.0
+    if len(sets) > 1:
+        beside = rest - phases.get("reward", 0.0) - max(part.scores_s + part.update_s + part.refit_s for part in sets)
     batches = [(d.role, batch_of(roles[d.role], d, d.samples)) for d in work.trained]
     flops = [compute.train_flops(case.models[name], batch, roles[name].lora) for name, batch in batches]
     return IterationPlan(
         role=work.role, times=work.times, phases=phases,
-        hidden=min(drawn, sum(phases.values()) - drawn) if case.spec.loop.rollouts.ahead > 0 else 0.0,
+        hidden=beside + (min(drawn, rest - beside) if case.spec.loop.rollouts.ahead > 0 else 0.0),
         generated=sum(d.samples * d.written for d in work.draws if roles[d.role].head is None),
         trained=sum(d.samples * d.length for d in work.trained),
-        flops=sum(flops), sent=sum(refit.sent for refit in refits),
+        flops=sum(flops), sent=sum(refit.sent for refit in refits.values()),
         rows={name: cost.rows for name, cost in costs.items()},
         longest={name: cost.longest for name, cost in costs.items()},
         episodes=[_episode(roles[d.role], d, costs[d.role]) for d in text_draws if d.episode.answers > 1],
-        policies=list(trained),
+        policies=trained, sets=sets,
         generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in text_draws],
     )  # fmt: skip
 
 
+def updates_of(case: Case, work: IterationWork, actors: Mapping[str, Actor]) -> dict[str, dict[str, float]]:
+    """Returns {policy that the iteration updates: {phase: seconds}}. Leaves out policies that are not in `actors`."""
+    draws: dict[str, list[Draw]] = {}
+    for draw in work.trained:
+        draws.setdefault(case.roles[draw.role].owner, []).append(draw)
+    return {
+        name: _training(case.roles[name], case.cluster, own, actors[name])
+        for name, own in draws.items()
+        if name in actors
+    }
+
+
+def _set_works(
+    case: Case, work: IterationWork, scores: Mapping[str, float], updates: Mapping[str, float],
+    refits: Mapping[str, float],
+) -> list[SetWork]:  # fmt: skip
+    """Returns the work of each set of ranks in an iteration. `scores`: score pass -> seconds. `updates`, `refits`:
+    policy -> seconds.
+    """
+    scored = [(case.role_ranks[one.by], scores[str(one)]) for one in work.scores]
+    sets = dict.fromkeys([*(ranks for ranks, _ in scored), *(case.role_ranks[name] for name in updates)])
+    works = list[SetWork]()
+    for ranks in sets:
+        policies = [name for name in updates if case.role_ranks[name] == ranks]
+        works.append(
+            SetWork(
+                ranks=ranks, policies=policies, scores_s=sum(seconds for own, seconds in scored if own == ranks),
+                update_s=sum(updates[name] for name in policies),
+                refit_s=sum(refits.get(name, 0.0) for name in policies),
+                paused=[case.roles[name].servers for name in policies],
+            )
+        )  # fmt: skip
+    return works
+
+
 def _refits(
     case: Case, trained: Sequence[str], actors: Mapping[str, Actor], engines: Mapping[str, EngineSetup]
-) -> list[compute.RefitCost]:
-    """Returns the costs of sending the new weights of the roles `trained` to their engines."""
+) -> dict[str, compute.RefitCost]:
+    """Returns {role: cost of sending its new weights to its engines} for the roles `trained` that have engines."""
     served = case.servers is not None and case.servers.serves_adapters  # a refit sends the adapter alone
     place = "ranks" if case.servers is None else "gpus" if case.colocated else "elsewhere"
-    return [
-        compute.refit_cost(
+    return {
+        name: compute.refit_cost(
             actors[name], engines[name], case.cluster, place=place, adapter=served and actors[name].lora is not None
         )
         for name in trained
         if name in case.spec.engine.opened
-    ]
+    }
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:

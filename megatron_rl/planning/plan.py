@@ -20,6 +20,7 @@ from megatron_rl.planning.hardware import Cluster
 from megatron_rl.planning.memory import Actor, Precision, TrainingBytes
 from megatron_rl.planning.phases import IterationPlan, micro_batch, plan_iteration, writers_of
 from megatron_rl.planning.workload import Draw, longest_context
+from megatron_rl.spec.rank_sets import words
 from megatron_rl.weights import counting
 from megatron_rl.weights.counting import Parallel
 from megatron_rl.weights.quantisation import FORMATS
@@ -41,6 +42,7 @@ class RolePlan:
     """The memory estimate of one role on the trainer's ranks. Bytes are given for the rank that needs the most."""
 
     name: str
+    ranks: range  # the ranks that hold the role
     shape: Shape
     parallel: Parallel
     training: TrainingBytes
@@ -116,9 +118,17 @@ class RunPlan:
         return memory.CONTEXT + memory.FRAGMENTS * self.cluster.device.memory
 
     def peak(self, role: RolePlan) -> float:
-        """Returns the peak bytes on a trainer's GPU while `role` trains."""
-        others = sum(other_role.asleep for other_role in self.roles if other_role is not role)
+        """Returns the peak bytes on the fullest GPU of a role's ranks while `role` trains."""
+        others = max(
+            sum(other.asleep for other in self.roles if other is not role and rank in other.ranks)
+            for rank in self._first_ranks(role.ranks)
+        )
         return self.reserve + others + role.embedded + role.training.peak + self.beside
+
+    def _first_ranks(self, ranks: range) -> list[int]:
+        """Returns some of `ranks` among which each combination of roles occurs that one of `ranks` holds."""
+        ends = {end for role in self.roles for end in (role.ranks.start, role.ranks.stop)}
+        return sorted({ranks.start, *(end for end in ends if end in ranks)})
 
     @property
     def beside(self) -> float:
@@ -139,20 +149,23 @@ class RunPlan:
         servers."""
         if self.beside:
             return memory.CONTEXT + sum(server.share for server in self.servers)
-        return (
-            self.reserve
-            + sum(role.asleep for role in self.roles)
-            + max((role.cache for role in self.roles), default=0.0)
+        held = [[role for role in self.roles if rank in role.ranks] for rank in self._first_ranks(range(self.ranks))]
+        return max(
+            self.reserve + sum(role.asleep for role in roles) + max((role.cache for role in roles), default=0.0)
+            for roles in held
         )
 
     @property
     def host_per_node(self) -> float:
-        """Returns the bytes of host memory that the run uses on each node of the trainer."""
+        """Returns the bytes of host memory that the run uses on each node of the trainer, if all ranks of the node hold
+        as much as the fullest rank."""
         kept = 0.0
         if self.beside:  # weights of sleeping servers are on the host, except the weights of the role in training
             kept = sum(server.weights for server in self.servers) - min(server.weights for server in self.servers)
             kept = SERVER_COPY * kept + sum(server.staging for server in self.servers)
-        return (sum(role.host for role in self.roles) + kept) * min(self.cluster.per_node, self.ranks)
+        first_ranks = self._first_ranks(range(self.ranks))
+        held = max(sum(role.host for role in self.roles if rank in role.ranks) for rank in first_ranks)
+        return (held + kept) * min(self.cluster.per_node, self.ranks)
 
     @property
     def staging_per_node(self) -> float:
@@ -201,6 +214,7 @@ class RunPlan:
                     **{name: getattr(role, name) for name in role_fields},
                     "model": role.shape.name,
                     "parameters": counting.total(role.shape),
+                    "ranks": words(role.ranks),
                     "layout": {**asdict(role.parallel), "dp": role.parallel.dp},
                     "training": asdict(role.training),
                     "peak": self.peak(role),
@@ -208,7 +222,14 @@ class RunPlan:
                 for role in self.roles
             ],
             "servers": [asdict(server) for server in self.servers],
-            "iterations": [{**asdict(iteration), "seconds": iteration.seconds} for iteration in self.iterations],
+            "iterations": [
+                {
+                    **asdict(iteration),
+                    "seconds": iteration.seconds,
+                    "sets": [{**asdict(part), "ranks": words(part.ranks)} for part in iteration.sets],
+                }
+                for iteration in self.iterations
+            ],
         }
 
 
@@ -218,7 +239,7 @@ def make(case: Case) -> RunPlan:
     for name, role in roles.items():
         problems = trainer_problems(shapes[name].sizes, role.layout, shapes[name].name)
         refuse(*(f"roles.{name}: {line}" for line in problems))
-    actors = {name: Actor.of(role, shapes[name], case.ranks) for name, role in roles.items()}
+    actors = {name: Actor.of(role, shapes[name], len(case.role_ranks[name])) for name, role in roles.items()}
     draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
     draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
     trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
@@ -227,7 +248,9 @@ def make(case: Case) -> RunPlan:
     role_plans = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
     names = [] if case.servers is None else case.spec.engine.server_roles
     servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
-    engines = {name: _engine(case, servers.get(role.servers)) for name, role in case.roles.items()}
+    engines = {
+        name: _engine(case, servers.get(role.servers), len(case.role_ranks[name])) for name, role in case.roles.items()
+    }
     iterations = [plan_iteration(case, iteration, actors, engines) for iteration in case.work]
     return RunPlan(
         cluster=case.cluster, ranks=case.ranks, roles=role_plans, servers=list(servers.values()), iterations=iterations
@@ -282,8 +305,8 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     leaves = case.colocated
     asleep = (held.optimizer if role.sleep or leaves else 0.0) + (held.weights if leaves else 0.0)
     return RolePlan(
-        name=name, shape=shape, parallel=parallel, training=held, embedded=embedded, cache=cache,
-        sleeps=role.sleep, leaves=leaves,
+        name=name, ranks=case.role_ranks[name], shape=shape, parallel=parallel, training=held, embedded=embedded,
+        cache=cache, sleeps=role.sleep, leaves=leaves,
         host=asleep + ((held.weights if role.lora is None else adapter_bytes) if reference else 0.0),
     )  # fmt: skip
 
@@ -314,7 +337,8 @@ def _server(case: Case, settings: Servers, name: str, draws: Mapping[str, Draw])
     )
 
 
-def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
+def _engine(case: Case, server: ServerPlan | None, ranks: int) -> EngineSetup:
+    """Returns the engines of a role. `ranks`: number of the role's ranks, each of which has an embedded engine."""
     settings = case.spec.engine.settings
     form = FORMATS[settings.quantization] if settings.quantization else None
     if isinstance(settings, Servers):
@@ -333,6 +357,6 @@ def _engine(case: Case, server: ServerPlan | None) -> EngineSetup:
         )
     # kv_bytes is in effect unlimited: the embedded engine's KV cache grows as needed
     return EngineSetup(
-        replicas=case.ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
+        replicas=ranks, tp=1, max_batch=settings.max_batch, kv_bytes=1e18, compiled=False, keeps_prefix=False,
         overlapped=False,
     )  # fmt: skip

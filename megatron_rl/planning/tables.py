@@ -11,8 +11,8 @@ from rich.table import Table
 from megatron_rl.planning.alternatives import Alternative
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan
-from megatron_rl.planning.schedule import Schedule
 from megatron_rl.planning.search import Proposal
+from megatron_rl.planning.simulation import Schedule
 from megatron_rl.weights import counting
 
 

@@ -63,6 +63,11 @@ def rank_sets(roles: Mapping[str, RoleSpec], ranks: int) -> tuple[dict[str, rang
     return {name: sets[name] for name in roles}, problems
 
 
+def words(ranks: range) -> str:
+    """Returns a range of ranks as in the setting `roles.NAME.ranks`: 8-15 for the ranks 8 to 15."""
+    return f"{ranks[0]}-{ranks[-1]}"
+
+
 def _overlaps(sets: Mapping[str, range]) -> Iterator[str]:
     """Yields an error message for each pair of roles whose ranks overlap without one containing the other."""
     named = list(sets.items())
@@ -71,6 +76,6 @@ def _overlaps(sets: Mapping[str, range]) -> Iterator[str]:
             common = len({*own} & {*its})
             if 0 < common < min(len(own), len(its)):
                 yield (
-                    f"roles.{name}.ranks ({own[0]}-{own[-1]}) and roles.{other}.ranks ({its[0]}-{its[-1]}) overlap in "
-                    "a part: make them equal, apart, or one a part of the other"
+                    f"roles.{name}.ranks ({words(own)}) and roles.{other}.ranks ({words(its)}) overlap in a "
+                    "part: make them equal, apart, or one a part of the other"
                 )

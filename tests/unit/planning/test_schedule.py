@@ -17,15 +17,8 @@ from megatron_rl.commands.staleness import chosen
 from megatron_rl.config import files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
-from megatron_rl.planning.schedule import (
-    Sample,
-    SimulatedIteration,
-    Station,
-    best_staleness,
-    lengths,
-    predicted,
-    simulate,
-)
+from megatron_rl.planning.schedule import best_staleness, lengths, predicted
+from megatron_rl.planning.simulation import Sample, SimulatedIteration, Station, simulate
 from megatron_rl.run.run_directory import check_start
 
 EXAMPLES = Path(__file__).parents[3] / "examples/published"
