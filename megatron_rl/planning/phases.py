@@ -127,15 +127,9 @@ def plan_iteration(
     `actors`: role -> model of the role in the trainer.
     `engines`: role -> engines that generate the role's answers.
     """
-    roles = case.roles
-    # Roles whose answers come from an endpoint have no cost, because the endpoint's hardware is unknown.
-    # Roles with a value or reward head generate nothing: their samples are those of another role.
-    text_draws = [draw for draw in work.draws if roles[draw.role].endpoint is None and roles[draw.role].head is None]
+    roles, text_draws = case.roles, _text_draws(case, work)
     costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in text_draws}
     phases = _generation(case, work, costs)
-    if work.draws and case.spec.reward.target:
-        reward_s = work.draws[0].samples * GRADING_S / case.spec.reward.workers
-        phases["reward"] = reward_s / (1 if case.servers is None else 8)
     scores = {str(scored): _scoring(case, scored, actors[roles[scored.by].owner]) for scored in work.scores}
     phases |= scores
     updates = updates_of(case, work, actors)
@@ -169,6 +163,26 @@ def plan_iteration(
         policies=trained, sets=sets,
         generation=[_generated(roles[draw.role], draw, costs[draw.role]) for draw in text_draws],
     )  # fmt: skip
+
+
+def generation_phases(case: Case, work: IterationWork, engines: Mapping[str, EngineSetup]) -> dict[str, float]:
+    """Returns {phase: seconds} of the generation and the rewards of an iteration."""
+    costs = {draw.role: _rollout(case, draw, engines[draw.role]) for draw in _text_draws(case, work)}
+    return _generation(case, work, costs)
+
+
+def role_seconds(case: Case, work: IterationWork, name: str, actor: Actor) -> dict[str, float]:
+    """Returns {phase: seconds} of the scores and updates of a policy in an iteration. `actor`: the policy's model."""
+    scores = [scored for scored in work.scores if case.roles[scored.by].owner == name]
+    return {str(scored): _scoring(case, scored, actor) for scored in scores} | updates_of(
+        case, work, {name: actor}
+    ).get(name, {})
+
+
+def _text_draws(case: Case, work: IterationWork) -> list[Draw]:
+    """Returns the draws whose texts the run's own engines generate. Endpoints have no cost, because their hardware is
+    unknown. Roles with a value or reward head generate nothing: their samples are those of another role."""
+    return [d for d in work.draws if case.roles[d.role].endpoint is None and case.roles[d.role].head is None]
 
 
 def updates_of(case: Case, work: IterationWork, actors: Mapping[str, Actor]) -> dict[str, dict[str, float]]:
@@ -222,7 +236,7 @@ def _refits(
 
 
 def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.RolloutCost]) -> dict[str, float]:
-    """Returns {phase: seconds} of the generation in an iteration, with one phase per role.
+    """Returns {phase: seconds} of the generation and the rewards in an iteration, with one phase per generating role.
 
     Each answer is forwarded to the next role as soon as it is generated, so that all roles generate at the same time.
     Therefore, the phase of a later role has only the seconds by which this role takes longer than the earlier roles.
@@ -240,6 +254,9 @@ def _generation(case: Case, work: IterationWork, costs: Mapping[str, compute.Rol
         phases[f"rollout {role}"] = seconds - waiting
         if waiting:
             phases[f"rollout {role}, waiting for tools"] = waiting
+    if work.draws and case.spec.reward.target:
+        reward_s = work.draws[0].samples * GRADING_S / case.spec.reward.workers
+        phases["reward"] = reward_s / (1 if case.servers is None else 8)
     return phases
 
 

@@ -240,21 +240,43 @@ def make(case: Case) -> RunPlan:
         problems = trainer_problems(shapes[name].sizes, role.layout, shapes[name].name)
         refuse(*(f"roles.{name}: {line}" for line in problems))
     actors = {name: Actor.of(role, shapes[name], len(case.role_ranks[name])) for name, role in roles.items()}
-    draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
-    draws |= {draw.role: draw for iteration in case.work for draw in iteration.draws if draw.role in iteration.roles}
-    trained = {case.roles[name].owner for iteration in case.work for name in iteration.roles}
+    draws, trained = _draws(case), _trained(case)
     inside = case.servers is None  # the embedded engine also holds the models of roles that are not trained
     held = [name for name in case.roles if name in case.held or (inside and name in case.spec.engine.opened)]
     role_plans = [_role(case, actors[name], name, draws, trained=name in trained) for name in held]
-    names = [] if case.servers is None else case.spec.engine.server_roles
-    servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
-    engines = {
-        name: _engine(case, servers.get(role.servers), len(case.role_ranks[name])) for name, role in case.roles.items()
-    }
+    servers, engines = engines_of(case)
     iterations = [plan_iteration(case, iteration, actors, engines) for iteration in case.work]
     return RunPlan(
         cluster=case.cluster, ranks=case.ranks, roles=role_plans, servers=list(servers.values()), iterations=iterations
     )
+
+
+def engines_of(case: Case) -> tuple[dict[str, ServerPlan], dict[str, EngineSetup]]:
+    """Returns ({role: estimate of its servers}, {role: its engines})."""
+    names, draws = [] if case.servers is None else case.spec.engine.server_roles, _draws(case)
+    servers = {name: _server(case, case.servers, name, draws) for name in names if case.servers is not None}
+    engines = {
+        name: _engine(case, servers.get(role.servers), len(case.role_ranks[name])) for name, role in case.roles.items()
+    }
+    return servers, engines
+
+
+def plan_role(case: Case, name: str, ranks: int) -> tuple[RolePlan, float, Actor]:
+    """Returns (estimate of the memory of a role on a number of ranks, bytes of a GPU that stay in reserve, the role's
+    model). Raises ConfigError if the role's layout does not divide the ranks."""
+    actor = Actor.of(case.roles[name], case.models[name], ranks)
+    role_plan = _role(case, actor, name, _draws(case), trained=name in _trained(case))
+    return role_plan, memory.CONTEXT + memory.FRAGMENTS * case.cluster.device.memory, actor
+
+
+def _draws(case: Case) -> dict[str, Draw]:
+    """Returns {role: its samples in an iteration}, of an iteration that trains the role if there is one."""
+    draws = {draw.role: draw for iteration in case.work for draw in iteration.draws}
+    return draws | {draw.role: draw for work in case.work for draw in work.draws if draw.role in work.roles}
+
+
+def _trained(case: Case) -> set[str]:
+    return {case.roles[name].owner for iteration in case.work for name in iteration.roles}
 
 
 def make_or_none(case: Case) -> RunPlan | None:

@@ -17,8 +17,10 @@ from megatron_rl.models.divisibility import allowed, engine_violations, trainer_
 from megatron_rl.models.shape import Shape
 from megatron_rl.planning.case import Case
 from megatron_rl.planning.hardware import GIB
+from megatron_rl.planning.placements import Candidate, Placements
 from megatron_rl.planning.plan import RunPlan, make_or_none
 from megatron_rl.planning.schedule import simulated
+from megatron_rl.spec.rank_sets import ALL
 from megatron_rl.spec.run_spec import RoleSpec
 from megatron_rl.weights import counting
 
@@ -27,7 +29,7 @@ ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 # share of a GPU's memory that servers use: COLOCATED_SHARE for the servers of all roles together on a GPU of the
 # trainer, OWN_SHARE for a server on a separate GPU
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
-PAIRS = 150  # approximate number of combinations of the roles' layouts that are tried for each choice of engines
+SIMULATED = 40  # number of placements that are simulated, those with the best estimates
 # micro-batch sizes in tokens that are tried in addition to the configured size
 MICRO_BATCHES = (32768, 16384, 8192, 4096)
 WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
@@ -47,6 +49,11 @@ class Proposal:
     plan: RunPlan
     overrides: Sequence[str]  # command-line overrides (a.b=c) that change the original config to this run
 
+    @property
+    def shared(self) -> bool:
+        """Returns whether all roles share all ranks."""
+        return all(len(role.ranks) == self.plan.ranks for role in self.plan.roles)
+
 
 def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     """Returns the fastest combinations of layouts and engines that fit into memory, fastest first. Returns an empty
@@ -59,12 +66,21 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     the feed-forward part, and everything. Each setting is tried with the largest micro-batch size that fits, and with
     the configured size if it fits.
     """
-    proposals = [proposal for case in engine_choices(base) for proposal in _with_engines(case, base, keep)]
-    measured = [replace(proposal, plan=simulated(proposal.case, proposal.plan)) for proposal in proposals]
-    best = sorted(measured, key=lambda proposal: proposal.plan.cycle_s)[:keep]
-    grown = [_grown(base, proposal) for proposal in best]
-    different = {tuple(proposal.overrides): proposal for proposal in grown}  # two proposals may have become equal
-    return sorted(different.values(), key=lambda proposal: proposal.plan.cycle_s)
+    placements = Placements(_variants)
+    plain = base.with_roles(**{name: replace(role, ranks=ALL) for name, role in base.roles.items()})
+    found = [candidate for case in engine_choices(plain) for candidate in placements.candidates(case, keep)]
+    found.sort(key=lambda candidate: candidate.seconds)
+    shared = [candidate for candidate in found if candidate.shared][:SIMULATED]
+    apart = [candidate for candidate in found if not candidate.shared][:SIMULATED]
+    best = [*_best(base, shared, keep), *_best(base, apart, keep)]
+    different = {tuple(proposal.overrides): proposal for proposal in best}  # two proposals may have become equal
+    ranked = sorted(different.values(), key=lambda proposal: proposal.plan.cycle_s)
+    return (
+        ranked[:keep]
+        + [proposal for proposal in ranked[keep:] if proposal.shared][
+            : 0 if any(proposal.shared for proposal in ranked[:keep]) else 1
+        ]
+    )
 
 
 def advice(case: Case, base_plan: RunPlan) -> list[str]:
@@ -218,25 +234,16 @@ def _nodes_words(base: Case, case: Case) -> list[str]:
     return words
 
 
-def _with_engines(case: Case, base: Case, keep: int) -> list[Proposal]:
-    """Returns the fastest runs with the engines of `case` and different layouts of the roles, fastest first.
-
-    First, layouts are tried for each role separately. Then the best layouts of all roles are combined, and combinations
-    that do not fit are dropped.
-    """
-    limit = max(4, int(PAIRS ** (1 / len(case.held))))
-    choices: dict[str, list[RoleSpec]] = {}
-    for name in case.held:
-        iterations = [
-            iteration for iteration in case.work if name in {case.roles[role].owner for role in iteration.roles}
-        ]
-        fitting = list(_fitting_alone(replace(case, work=iterations), name))
-        small = sorted(fitting, key=lambda choice: choice[1])[: limit // 3]
-        fast = [choice for choice in sorted(fitting, key=lambda choice: choice[0]) if choice not in small]
-        choices[name] = [choice[2] for choice in [*fast[: limit - len(small)], *small]]
-    combined = (dict(zip(choices, chosen, strict=True)) for chosen in itertools.product(*choices.values()))
-    proposals = (_proposal(base, case.with_roles(**roles)) for roles in combined)
-    return sorted((proposal for proposal in proposals if proposal), key=lambda proposal: proposal.plan.cycle_s)[:keep]
+def _best(base: Case, candidates: Sequence[Candidate], keep: int) -> list[Proposal]:
+    """Returns the fastest of some candidates, by simulation, with micro-batches as large as fit, fastest first."""
+    plans = [(candidate.case, make_or_none(candidate.case)) for candidate in candidates]
+    fitting = [(case, simulated(case, plan)) for case, plan in plans if plan is not None and not plan.problems]
+    fitting.sort(key=lambda pair: pair[1].cycle_s)
+    accepted = (pair for pair in fitting if pair[0].passes())
+    return [
+        _grown(base, Proposal(case=case, plan=plan, overrides=overrides(base, case)))
+        for case, plan in itertools.islice(accepted, keep)
+    ]
 
 
 def _proposal(base: Case, case: Case) -> Proposal | None:
@@ -250,8 +257,8 @@ def _proposal(base: Case, case: Case) -> Proposal | None:
 
 
 def _grown(base: Case, proposal: Proposal) -> Proposal:
-    """Returns the proposal with larger micro-batches if these fit into memory and save time; otherwise, returns the
-    proposal unchanged.
+    """Returns the proposal with larger micro-batches, and with roles that stay on the GPU while others train, if these
+    fit into memory and save time.
     """
     for name in proposal.case.held:
         role = proposal.case.roles[name]
@@ -263,34 +270,23 @@ def _grown(base: Case, proposal: Proposal) -> Proposal:
             if grown.plan.cycle_s < proposal.plan.cycle_s:
                 proposal = grown
                 break
+        awake = _proposal(base, proposal.case.with_role(name, sleep=False))
+        if awake is not None:
+            awake = replace(awake, plan=simulated(awake.case, awake.plan))
+            proposal = min(proposal, awake, key=lambda one: one.plan.cycle_s)
     return proposal
 
 
-def _fitting_alone(case: Case, name: str) -> Iterator[tuple[float, float, RoleSpec]]:
-    """Yields (seconds of a cycle, bytes, role with the layout) for every layout of the role `name` that fits into GPU
-    memory without other roles.
-
-    The other roles get a default layout, because their configured layouts may not divide the ranks.
-    """
+def _variants(case: Case, name: str, ranks: int) -> Iterator[RoleSpec]:
+    """Yields a role with each layout on `ranks` ranks, recomputation and micro-batch size that the search tries."""
     role, shape = case.roles[name], case.models[name]
-    plain = {key: replace(spec, layout=Layout(), sleep=True) for key, spec in case.roles.items() if key != name}
     part = "moe" if shape.sizes.experts else "mlp"  # the largest part of a layer
     recomputes = {"recompute": "none"}, {"recompute": "selective", "recompute_modules": (part,)}, {"recompute": "full"}
-    choices = itertools.product(layouts(role, shape, case.ranks, case.cluster.per_node), recomputes)
+    choices = itertools.product(layouts(role, shape, ranks, case.cluster.per_node), recomputes)
     for layout, recompute in choices:
-        fits = False
+        model = replace(role.model, **cast(Any, recompute))
         for tokens in _micro_batches(role):
-            if fits and tokens != role.micro_batch_tokens:
-                continue  # a larger micro-batch fits
-            model = replace(role.model, **cast(Any, recompute))
-            variant = replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
-            plan = make_or_none(case.with_roles(**plain, **{name: variant}))
-            if plan is None or not all(server.sequences >= 1 for server in plan.servers):
-                continue
-            role_plan = next(planned for planned in plan.roles if planned.name == name)
-            if plan.reserve + role_plan.embedded + role_plan.training.peak <= plan.cluster.device.memory:
-                yield plan.cycle_s, role_plan.training.peak + role_plan.asleep, variant
-                fits = True
+            yield replace(role, layout=layout, model=model, micro_batch_tokens=tokens, sleep=True)
 
 
 def _micro_batches(role: RoleConfig) -> list[int]:
