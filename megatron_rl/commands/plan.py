@@ -21,8 +21,10 @@ from megatron_rl.planning.hardware import parse_cluster
 from megatron_rl.planning.other_commands import Rows
 from megatron_rl.planning.plan import RunPlan, make
 from megatron_rl.planning.schedule import best_staleness, schedules, simulated
+from megatron_rl.planning.simulation import Schedule
 from megatron_rl.planning.totals import Totals
 from megatron_rl.spec.explain import float32_notes
+from megatron_rl.spec.rank_sets import words
 from megatron_rl.spec.resolve import engine_of, resolve, specify
 from megatron_rl.spec.run_spec import ClusterSpec, EvalSpec, SftSpec
 
@@ -54,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         case = case.with_staleness(best_staleness(found_schedules))
         plan = make(case)
     plan = simulated(case, plan)
+    [schedule] = [one for one in found_schedules if one.max_staleness == case.spec.loop.rollouts.ahead]
     run_totals = totals.of_training(case, plan, rows, fills)
     proposals = searching.search(case) if args.search else []
     advice = searching.advice(case, plan)
@@ -61,6 +64,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         more = {
             "schedules": [asdict(schedule) for schedule in found_schedules],
+            "sets": _sets(case, schedule),
             "max_staleness": case.spec.loop.rollouts.ahead,
             "advice": advice,
             "engines": [asdict(alternative) for alternative in others],
@@ -71,11 +75,25 @@ def run(args: argparse.Namespace) -> int:
         console = _console()
         tables.show(plan, advice, console, notes=rows.notes)
         tables.show_schedules(found_schedules, case.spec.loop.rollouts.ahead, console, auto=auto)
+        if len(schedule.sets) > 1:
+            tables.show_sets(schedule, _roles_of_sets(case), console)
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(proposals, plan, console)
         console.print(str(run_totals))
     return int(not proposals) if args.search else int(bool(plan.problems))
+
+
+def _roles_of_sets(case: Case) -> dict[str, list[str]]:
+    """Returns {ranks such as 8-15: roles that the trainer holds on these ranks}."""
+    roles = dict[str, list[str]]()
+    for name, ranks in case.role_ranks.items():
+        roles.setdefault(words(ranks), []).extend([name] * (name in case.held))
+    return roles
+
+
+def _sets(case: Case, schedule: Schedule) -> list[dict[str, Any]]:
+    return [{**asdict(own), "roles": _roles_of_sets(case)[own.ranks]} for own in schedule.sets]
 
 
 def _other(args: argparse.Namespace) -> int:

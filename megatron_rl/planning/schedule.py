@@ -111,12 +111,20 @@ def _model(case: Case, iterations: Sequence[IterationPlan]) -> tuple[list[Statio
             stations[f"tools of {draw.role}"] = Station(places=calls, rates=[1.0] * (calls + 1), engine=False)
     share = min(1.0, KINDS / sum(iteration.times for iteration in iterations))
     cycle = list[SimulatedIteration]()
-    several = len(_sets(iterations)) > 1
+    several, whole = len(_sets(iterations)) > 1, next(iter(_sets(iterations)), range(1))
     for iteration in iterations:
         if several and case.servers is None:
             simulated_iteration = _embedded(case, iteration)
         else:
-            simulated_iteration = _simulated(iteration, stations, scale, iteration.sets if several else ())
+            simulated_iteration = _simulated(iteration, stations, scale)
+            if several:
+                simulated_iteration = replace(simulated_iteration, sets=iteration.sets)
+            else:
+                work = SetWork(
+                    ranks=whole, policies=iteration.policies, update_s=simulated_iteration.train_s,
+                    refit_s=simulated_iteration.refit_s,
+                )  # fmt: skip
+                simulated_iteration = replace(simulated_iteration, sets=[work])
         cycle += [simulated_iteration] * max(1, round(iteration.times * share))
     return [] if several and case.servers is None else list(stations.values()), cycle
 
@@ -133,14 +141,11 @@ def _embedded(case: Case, plan: IterationPlan) -> SimulatedIteration:
     )
 
 
-def _simulated(
-    plan: IterationPlan, stations: Mapping[str, Station], scale: float, sets: Sequence[SetWork]
-) -> SimulatedIteration:
+def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:
     """Converts a planned iteration to an iteration for the simulation. The units of work of all samples are multiplied
     by one factor, so that generation takes the planned seconds if no other iteration is in flight.
 
-    `stations`: all stations by name. `scale`: factor by which the number of samples is divided. `sets`: the work of
-    each set of ranks if there are several sets.
+    `stations`: all stations by name. `scale`: factor by which the number of samples is divided.
     """
     names, samples, predecessors = list(stations), list[Sample](), range(0)
     for draw in plan.generation:
@@ -164,6 +169,6 @@ def _simulated(
     samples = [replace(sample, visits=[(place, ratio * work) for place, work in sample.visits]) for sample in samples]
     grading, refit = plan.phases.get("reward", 0.0), plan.phases.get("refit", 0.0)
     return SimulatedIteration(
-        samples=samples, grading_s=grading, refit_s=refit, trained=plan.policies, sets=sets,
+        samples=samples, grading_s=grading, refit_s=refit, trained=plan.policies,
         train_s=sum(plan.phases.values()) - planned - grading - refit,
     )  # fmt: skip

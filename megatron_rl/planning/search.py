@@ -56,10 +56,11 @@ class Proposal:
 
 
 def search(base: Case, *, keep: int = 5) -> list[Proposal]:
-    """Returns the fastest combinations of layouts and engines that fit into memory, fastest first. Returns an empty
-    list if nothing fits.
+    """Returns the fastest combinations of ranks and layouts of the roles and of engines that fit into memory, fastest
+    first. Returns an empty list if nothing fits.
 
-    `keep`: the maximum number of proposals.
+    `keep`: the maximum number of proposals. If all of them have all roles on all ranks, or if none of them has, the
+    fastest proposal of the other kind follows as one more, if there is one.
 
     Every proposal passes `megatron-rl check`. The tried layouts use no context parallelism and no virtual pipeline
     parallelism, and use sequence parallelism if tp > 1. For each layout, three recomputation settings are tried: none,
@@ -75,12 +76,9 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     best = [*_best(base, shared, keep), *_best(base, apart, keep)]
     different = {tuple(proposal.overrides): proposal for proposal in best}  # two proposals may have become equal
     ranked = sorted(different.values(), key=lambda proposal: proposal.plan.cycle_s)
-    return (
-        ranked[:keep]
-        + [proposal for proposal in ranked[keep:] if proposal.shared][
-            : 0 if any(proposal.shared for proposal in ranked[:keep]) else 1
-        ]
-    )
+    kinds = {proposal.shared for proposal in ranked[:keep]}
+    others = {proposal.shared: proposal for proposal in reversed(ranked[keep:]) if proposal.shared not in kinds}
+    return [*ranked[:keep], *others.values()]
 
 
 def advice(case: Case, base_plan: RunPlan) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,8 +12,11 @@ from megatron_rl.planning.alternatives import Alternative
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.plan import RunPlan
 from megatron_rl.planning.search import Proposal
-from megatron_rl.planning.simulation import Schedule
+from megatron_rl.planning.simulation import ENGINES, Schedule
+from megatron_rl.spec.rank_sets import words
 from megatron_rl.weights import counting
+
+LEAST_WAIT = 0.01  # minimum share of the time of a wait that is printed
 
 
 def show(plan: RunPlan, advice: Sequence[str], console: Console, *, notes: Sequence[str] = ()) -> None:
@@ -51,10 +54,14 @@ def show_search(proposals: Sequence[Proposal], base: RunPlan, console: Console) 
         console.print("[red]nothing fits[/]: take more GPUs, or lower micro_batch_tokens and the lengths")
     for proposal in proposals:
         saved = "" if base.problems else f" ({proposal.plan.cycle_s / base.cycle_s:.0%} of what was asked about)"
-        layouts = "; ".join(f"{role.name} {role.parallel}" for role in proposal.plan.roles)
+        layouts = "; ".join(
+            f"{role.name} {role.parallel}" + ("" if proposal.shared else f" on ranks {words(role.ranks)}")
+            for role in proposal.plan.roles
+        )
+        layouts += ", all roles on all ranks" * (proposal.shared and len(proposal.plan.roles) > 1)
         console.print(f"[bold]{proposal.plan.cycle_s:.0f} s a cycle[/]{saved}: {layouts}")
-        words = " ".join(map(_quoted, proposal.overrides)) or "as it is"
-        console.print(f"    {words}", markup=False, soft_wrap=True)  # brackets such as [mlp] are not markup
+        settings = " ".join(map(_quoted, proposal.overrides)) or "as it is"
+        console.print(f"    {settings}", markup=False, soft_wrap=True)  # brackets such as [mlp] are not markup
 
 
 def show_schedules(schedules: Sequence[Schedule], max_staleness: int, console: Console, *, auto: bool) -> None:
@@ -71,14 +78,41 @@ def show_schedules(schedules: Sequence[Schedule], max_staleness: int, console: C
     console.print(table)
 
 
+def show_sets(schedule: Schedule, roles: Mapping[str, Sequence[str]], console: Console) -> None:
+    """Prints a row for each set of ranks, and what the sets and the engines wait for. `roles`: ranks such as 8-15 ->
+    their roles."""
+    title = f"sets of ranks, simulated with rollouts.max_staleness {schedule.max_staleness}"
+    table = _table("ranks", "roles", "busy seconds an iteration", "idle", title=title)
+    for own in schedule.sets:
+        table.add_row(own.ranks, ", ".join(roles[own.ranks]), f"{own.busy_s:.1f}", f"{own.idle:.0%}")
+    console.print(table)
+    console.print(escape(waits_text(schedule)))
+
+
+def waits_text(schedule: Schedule) -> str:
+    """Returns a sentence that says which sets of ranks, and whether the engines, wait for whom."""
+    waiting = {f"ranks {own.ranks}": own.waits for own in schedule.sets} | {ENGINES: schedule.engines_wait}
+    parts = list[str]()
+    for name, waits in waiting.items():
+        shares = sorted(waits.items(), key=lambda wait: -wait[1])
+        whom = [
+            f"{share:.0%} of the time for {other if other == ENGINES else f'ranks {other}'}"
+            for other, share in shares
+            if share >= LEAST_WAIT
+        ]
+        if whom:
+            parts.append(f"{name} wait {' and '.join(whom)}")
+    return "; ".join(parts) or "no set of ranks waits for another"
+
+
 def show_alternatives(alternatives: Sequence[Alternative], console: Console) -> None:
     """Prints the time and GPUs of the run with the configured engine, which comes first, and with other engines."""
     title = "engines: the config's own first, then what others would give"
     table = _table("engine", "engines' GPUs", "trainer's GPUs", "seconds a cycle", "settings", title=title)
     for option in alternatives:
         cost = "does not fit" if option.problem else f"{option.cycle_s:.0f}"
-        words = "\n".join(map(_quoted, option.overrides)) or "as it is"
-        table.add_row(option.engine, str(option.engine_gpus or ""), str(option.trainer_gpus), cost, words)
+        settings = "\n".join(map(_quoted, option.overrides)) or "as it is"
+        table.add_row(option.engine, str(option.engine_gpus or ""), str(option.trainer_gpus), cost, settings)
     console.print(table)
 
 
