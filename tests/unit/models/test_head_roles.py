@@ -116,6 +116,8 @@ def test_a_head_is_shared_with_no_other_role():
     plain = RoleConfig(model=Model(path="m"), lora=Lora())
     roles = {"a": replace(plain, head="value"), "b": plain, "c": replace(plain, head="value"), "d": plain}
     assert owners(roles) == {"a": "a", "b": "b", "c": "c", "d": "b"}
+    apart = dict.fromkeys(roles, range(4)) | {"d": range(2)}
+    assert owners(roles, apart)["d"] == "d", "other ranks have a base model of their own"
 
 
 def test_a_head_takes_the_place_of_the_output_layer_in_counts(tmp_path):

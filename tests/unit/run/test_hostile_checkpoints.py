@@ -92,6 +92,24 @@ def save(directory, ranks: int = 2) -> Checkpoints:
     return checkpoints
 
 
+def test_checksums_are_of_the_files_that_a_rank_wrote_for_each_role(tmp_path):
+    """Of two roles on ranks 0-1 and 1-2, both have files named by the places 0 and 1. Rank 1 wrote file 1 of the first
+    and file 0 of the second."""
+    pending = Checkpoints(tmp_path).begin(1)
+    for role in ("actor", "critic"):
+        (pending / role).mkdir()
+        for place in (0, 1, 10):
+            (pending / role / f"__{place}_0.distcp").write_bytes(f"{role} {place}".encode())
+    sum_up(pending, {"actor": 1, "critic": 0})
+    summed = {str(file.relative_to(pending)): read_json(file) for file in pending.rglob(".sums.*")}
+    assert {name: [*sums] for name, sums in summed.items()} == {
+        "actor/.sums.1.json": ["actor/__1_0.distcp"],
+        "critic/.sums.0.json": ["critic/__0_0.distcp"],
+    }
+    path = Checkpoints(tmp_path).commit(1).path
+    assert len(known_digests(path)) == 6 and verify(path) == [], "the others are summed up at the end"
+
+
 def verify(path):
     return wrong(path, known_digests(path))
 
