@@ -385,9 +385,10 @@ def _adding_bias(product: Callable[..., Any]) -> Callable[..., Any]:
 def layout_of(ranks: range) -> Iterator[None]:
     """Makes Megatron-core's `initialize_model_parallel` create the process groups of a layout on `ranks` only.
 
-    Inside the block, core counts `len(ranks)` ranks in the world, and its lists of ranks begin at `ranks.start`. (Core
-    0.16.1 passes the offset 0 to its generator of these lists, parallel_state.py:775-806.) All ranks of the world must
-    call core's function, because torch names groups by a counter in each process.
+    Inside the block, core counts `len(ranks)` ranks in the world, and its lists of ranks begin at `ranks.start`. Core
+    0.16.1 passes the offset 0 to its generator of these lists (parallel_state.py:775-806); core 0.19 has the arguments
+    `local_world_size` and `rank_offset`. All ranks of the world must call core's function, because torch names groups
+    by a counter in each process.
     """
     from megatron.core import parallel_state
 
