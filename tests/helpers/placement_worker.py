@@ -3,6 +3,7 @@ come to it."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -38,7 +39,7 @@ def together(
     """All roles in one world, each on its `ranks` (first, last). The roles `meeting` wait for one another in the middle
     of their updates. The role `refitted` sends its weights to embedded engines, and the second role of `other` loads
     the checkpoint of the first. Returns {role: what `use` returns} of the roles of this rank."""
-    dist.init_process_group("gloo")
+    begin()
     ranks = {name: range(role["ranks"][0], role["ranks"][1] + 1) for name, role in roles.items()}
     policies = open_policies(models, roles, ranks)
     assert [*policies] == [name for name in roles if dist.get_rank() in ranks[name]]
@@ -59,7 +60,7 @@ def together(
 
 def alone(output_path: Path, models: str, roles: dict[str, Any]) -> dict[str, Any]:
     """Each role by itself on all ranks."""
-    dist.init_process_group("gloo")
+    begin()
 
     def use_one(name: str) -> dict[str, Any]:
         return use(name, open_policies(models, {name: roles[name]}, None)[name], output_path.parent)
@@ -67,6 +68,11 @@ def alone(output_path: Path, models: str, roles: dict[str, Any]) -> dict[str, An
     answers = {name: process_groups.apart(use_one, name) for name in roles}
     dist.destroy_process_group()
     return answers
+
+
+def begin() -> None:
+    gc.freeze()  # core collects garbage at each save and load, which takes 0.8 s with all the imported modules
+    dist.init_process_group("gloo")
 
 
 def open_policies(models: str, roles: dict[str, Any], ranks: Mapping[str, range] | None) -> dict[str, MegatronPolicy]:
