@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import process_groups
 import torch
 import torch.distributed as dist
 from layouts_worker import WeightedLogprobs, make_rollouts
@@ -33,46 +32,48 @@ from megatron_rl.weights.rank_layouts import EngineLayout
 RUN = Run(name="placement")
 
 
-def together(
+def main(
     output_path: Path, models: str, roles: dict[str, Any], meeting: list[str], refitted: str, other: list[str]
+) -> list[dict[str, Any]]:
+    """Returns what this rank finds of the roles in one world, and of each role alone in a world of the role's size.
+
+    The same processes do both, because a process that saves starts another one, which imports torch for five seconds.
+    """
+    gc.freeze()  # core collects garbage at each save and load, which takes 0.8 s with all the imported modules
+    dist.init_process_group("gloo")
+    rank, together = dist.get_rank(), output_path.parent / "together"
+    if rank == 0:
+        together.mkdir()
+    found = [use_all(together, models, roles, meeting, refitted, other), dict[str, Any]()]
+    for name, role in roles.items():
+        size, store = role["ranks"][1] - role["ranks"][0] + 1, output_path.parent / f"{name}.store"
+        if rank < size:
+            dist.init_process_group("gloo", store=dist.FileStore(str(store), size), rank=rank, world_size=size)
+            found[1][name] = use(name, open_policies(models, {name: role}, None)[name], output_path.parent)
+            dist.barrier()
+            dist.destroy_process_group()
+    return found
+
+
+def use_all(
+    folder: Path, models: str, roles: dict[str, Any], meeting: list[str], refitted: str, other: list[str]
 ) -> dict[str, Any]:
     """All roles in one world, each on its `ranks` (first, last). The roles `meeting` wait for one another in the middle
     of their updates. The role `refitted` sends its weights to embedded engines, and the second role of `other` loads
-    the checkpoint of the first. Returns {role: what `use` returns} of the roles of this rank."""
-    begin()
+    the checkpoint of the first. Returns {role: what `use` returns} of the roles of this rank, and ends the world."""
     ranks = {name: range(role["ranks"][0], role["ranks"][1] + 1) for name, role in roles.items()}
     policies = open_policies(models, roles, ranks)
     assert [*policies] == [name for name in roles if dist.get_rank() in ranks[name]]
-    answers = {
-        name: use(name, policy, output_path.parent, meeting if name in meeting else ())
-        for name, policy in policies.items()
-    }
+    answers = {name: use(name, policy, folder, meeting if name in meeting else ()) for name, policy in policies.items()}
     if refitted in policies:
         answers[refitted]["refit"] = refit(policies[refitted])
     dist.barrier()
     if other[1] in policies:
-        policies[other[1]].state.load(output_path.parent / f"{other[0]}_0")
+        policies[other[1]].state.load(folder / f"{other[0]}_0")
         answers[other[1]]["other_ranks"] = exported(policies[other[1]])
     dist.barrier()
     dist.destroy_process_group()
     return answers
-
-
-def alone(output_path: Path, models: str, roles: dict[str, Any]) -> dict[str, Any]:
-    """Each role by itself on all ranks."""
-    begin()
-
-    def use_one(name: str) -> dict[str, Any]:
-        return use(name, open_policies(models, {name: roles[name]}, None)[name], output_path.parent)
-
-    answers = {name: process_groups.apart(use_one, name) for name in roles}
-    dist.destroy_process_group()
-    return answers
-
-
-def begin() -> None:
-    gc.freeze()  # core collects garbage at each save and load, which takes 0.8 s with all the imported modules
-    dist.init_process_group("gloo")
 
 
 def open_policies(models: str, roles: dict[str, Any], ranks: Mapping[str, range] | None) -> dict[str, MegatronPolicy]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 import placement_worker
 import pytest
 from forks import answers, start_ranks
@@ -24,11 +22,6 @@ def ranks_of(role):
     return range(first, last + 1)
 
 
-def start(folder, function, size, *arguments):
-    folder.mkdir()
-    return start_ranks(function, size, folder, *arguments)
-
-
 @pytest.fixture(scope="module")
 def placed(tmp_path_factory):
     """What each rank found of each role, {role: [answer of a rank, ...]}: in one world, and alone."""
@@ -36,16 +29,10 @@ def placed(tmp_path_factory):
     models = folder / "models"
     for role in ROLES.values():
         make_model(models / role["family"], role["family"])
-    by_size = defaultdict(dict)
-    for name, role in ROLES.items():
-        by_size[len(ranks_of(name))][name] = role
     arguments = str(models), ROLES, ["first", "single"], "stages", ["first", "every"]
-    worlds = {"together": start(folder / "together", placement_worker.together, 4, *arguments)}
-    for size, roles in by_size.items():
-        worlds[size] = start(folder / str(size), placement_worker.alone, size, str(models), roles)
-    found = {name: answers(ranks, folder / str(name), RUN_S) for name, ranks in worlds.items()}
-    together = {name: [found["together"][rank][name] for rank in ranks_of(name)] for name in ROLES}
-    return together, {name: [answer[name] for answer in found[len(ranks_of(name))]] for name in ROLES}
+    found = answers(start_ranks(placement_worker.main, 4, folder, *arguments), folder, RUN_S)
+    together = {name: [found[rank][0][name] for rank in ranks_of(name)] for name in ROLES}
+    return together, {name: [found[rank][1][name] for rank in range(len(ranks_of(name)))] for name in ROLES}
 
 
 @pytest.mark.multi
