@@ -98,5 +98,5 @@ def run_fingerprint(settings: Mapping[str, Any], inputs: Mapping[str, Input]) ->
     """
     plain = {name: section for name, section in settings.items() if name not in ("launch", "sinks", "job")}
     plain["run"] = {name: value for name, value in settings["run"].items() if name not in FREE_RUN_SETTINGS}
-    plain["roles"] = {name: {**role, "mean_tokens": None} for name, role in settings["roles"].items()}
+    plain["roles"] = {name: {**role, "mean_tokens": None, "ranks": None} for name, role in settings["roles"].items()}
     return fingerprint(f"{plain}\n{sorted(map(repr, inputs.items()))}\n{sources.own_code()}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # run_spec imports this module
     from megatron_rl.spec.run_spec import RoleSpec
 
-ALL, AUTO = "all", "auto"
+ALL = "all"
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
@@ -24,7 +24,7 @@ def rank_sets(roles: Mapping[str, RoleSpec], ranks: int) -> tuple[dict[str, rang
     owners = {name: role for name, role in roles.items() if role.owner == name}
     sets, problems = dict.fromkeys(owners, range(ranks)), list[str]()
     for name, role in owners.items():
-        if isinstance(role.ranks, str) and role.ranks not in (ALL, AUTO):
+        if isinstance(role.ranks, str) and role.ranks != ALL:
             if (found := _RANGE.fullmatch(role.ranks)) is None:
                 problems.append(f"roles.{name}.ranks = {role.ranks!r}: give all, a number, or a range such as 8-15")
                 continue

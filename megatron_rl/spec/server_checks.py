@@ -73,6 +73,11 @@ def colocation_problems(
             f"{place} engine.gpus = {list(settings.gpus)}: the servers stand in the trainer's GPUs, replica 0 in the "
             "first engine.tp of them; leave engine.gpus out"
         )
+    if apart := [name for name, role in roles.items() if role.ranks != "all"]:
+        yield (
+            f"{place} roles.{apart[0]}.ranks = {roles[apart[0]].ranks!r}: these servers and the trainer take turns on "
+            "all GPUs; leave the ranks of roles out, or give the servers GPUs of their own"
+        )
     if settings.replicas * settings.tp > ranks:
         yield (
             f"{place} engine.replicas = {settings.replicas} x engine.tp = {settings.tp} on {ranks} ranks: a role has "
