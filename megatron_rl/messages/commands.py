@@ -54,6 +54,7 @@ class _Command:
     results: dict[int, Any] = field(default_factory=dict)  # {rank: result} of the ranks that have answered
     future: Future[Any] = field(default_factory=Future)
     begun: dict[int, float] = field(default_factory=dict)  # {rank: time.monotonic() when its turn came on the rank}
+    repeated: BaseException | None = None  # an error that only repeats the error of the first rank
 
 
 class Commands:
@@ -75,6 +76,7 @@ class Commands:
         self._commands: dict[int, _Command] = {}  # on rank 0: the commands that are not complete, in order
         self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
         self._driving = False
+        self._ended = False  # on rank 0: whether the driver has ended, so that no thread may post any more
         self._threads: list[threading.Thread] = []
         self._handling: int | None = None  # id of the thread that runs a handler
 
@@ -131,7 +133,7 @@ class Commands:
             raise RuntimeError("drive inside drive: the ranks have one driver")
         for thread in self._threads:  # of an earlier call; they end when the ranks have left it
             thread.join()
-        self._driving = True
+        self._driving, self._ended = True, False
         start = lambda name, target, *args: threading.Thread(target=target, args=args, name=name, daemon=True)  # noqa: E731
         if self.rank == 0:
             self._threads = [start(f"answers {rank}", self._listen, rank) for rank in range(1, self.size)]
@@ -176,14 +178,17 @@ class Commands:
             self._handler(name)
         if self._handling == threading.get_ident():
             raise RuntimeError(f"{name!r} inside a running handler: only the driver posts commands")
+        outside = RuntimeError(f"{name!r} outside of drive, where the ranks do not listen")
         if not self._driving or self.rank != 0:
-            raise RuntimeError(f"{name!r} outside of drive, where the ranks do not listen")
+            raise outside
         packed = dict[int, bytearray]()  # {id of an argument: its bytes}
         for rank, argument in zip(ranks, arguments, strict=True):
             if rank != 0 and id(argument) not in packed:
                 packed[id(argument)] = pack(argument)
         command = _Command(name, ranks, collective, about)
         with self._posting:
+            if self._ended:
+                raise outside
             if lost := [rank for rank in ranks if rank in self._lost]:
                 raise FollowerError(self._lost[lost[0]])
             self._commands[number := next(self._numbers)] = command
@@ -192,7 +197,10 @@ class Commands:
                 if rank == 0:
                     self._inbox.put((order, argument))
                 else:
-                    self._send(rank, DOWN, order, packed[id(argument)])
+                    try:
+                        self._send(rank, DOWN, order, packed[id(argument)])
+                    except RuntimeError as error:  # the rank has ended, and its thread here has not seen it yet
+                        self._lose(rank, str(error))
         return command.future
 
     def _work(self) -> Any:
@@ -241,6 +249,9 @@ class Commands:
             order, own = (RAISE,), error
             packed = pack("".join(traceback.format_exception(error)))
         with self._posting:
+            self._ended = True
+            for command in self._commands.values():  # posted by other threads of the driver, which wait for them
+                command.future.set_exception(RuntimeError(f"{command.name!r}: the driver has ended"))
             self._commands.clear()
             for rank in range(1, self.size):
                 with contextlib.suppress(RuntimeError):  # the rank has ended
@@ -298,15 +309,17 @@ class Commands:
             of = f" ({command.about})" if command.about else ""
             result = FollowerError(f"rank {rank}{of} failed in {command.name!r}:\n{result.traceback}")
         command.results[rank] = result
-        errors = (
-            [own for own in command.results.values() if isinstance(own, BaseException)] if command.collective else []
-        )
-        complete = len(command.results) == len(command.ranks)
-        if not complete and (repeated or not errors):
+        error: BaseException | None = None  # with which the command ends
+        if command.collective and isinstance(result, BaseException):
+            if repeated:  # the error of the first rank is still to come, and says more
+                command.repeated = result
+            else:
+                error = result
+        if error is None and len(command.results) < len(command.ranks):
             return
         del self._commands[number]
-        if errors:
-            command.future.set_exception(errors[0] if complete else result)
+        if (error := error or command.repeated) is not None:
+            command.future.set_exception(error)
         else:
             command.future.set_result(command.results)
 

@@ -27,6 +27,7 @@ from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.sglang.client import SglangServer
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.commands import Commands
 from megatron_rl.models.sizes import Sizes
 from megatron_rl.refit.refit_store import RefitStore
 from megatron_rl.refit.topology import Topology
@@ -107,8 +108,9 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
+        commands = Commands(world)
+        run_engines = open_supervised(engine_of(config), world, commands, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, commands, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         pool = scenario.pool
         assert pool is not None

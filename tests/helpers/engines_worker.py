@@ -40,6 +40,7 @@ from megatron_rl.engines.vllm.routes import PATH as GENERATE
 from megatron_rl.lib.frames import pack
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.commands import Commands
 from megatron_rl.refit.weight_limits import NonFiniteWeights
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session.launch_ranks import place_from
@@ -68,12 +69,13 @@ class Directory:
 
 
 def open_supervised(
-    engines: EngineSpec, world: Any, policies: dict[str, MegatronPolicy], driver: Any, stack: contextlib.ExitStack
-) -> RunEngines:
+    engines: EngineSpec, world: Any, commands: Commands, policies: dict[str, MegatronPolicy], driver: Any,
+    stack: contextlib.ExitStack,
+) -> RunEngines:  # fmt: skip
     """Opens the engines as a training run does."""
     models = {name: role.model for name, role in engines.opened.items()}
     tokenizers = {name: load_tokenizer(model.tokenizer or model.path) for name, model in models.items()}
-    return open_engines(engines, tokenizers, world, stack, servers=Supervised(driver), sources=policies)
+    return open_engines(engines, tokenizers, world, commands, stack, servers=Supervised(driver), sources=policies)
 
 
 def prompts(vocab: int) -> list[list[int]]:
@@ -103,16 +105,21 @@ def wait_for(what: str, condition) -> None:
 class Scenario:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, output_path: Path, vocab: int) -> None:
-        self.world, self.policy, self.out, self.vocab = world, policy, output_path, vocab
+    def __init__(
+        self, world: Any, commands: Commands, policy: MegatronPolicy, run_engines: Any, output_path: Path, vocab: int
+    ) -> None:  # fmt: skip
+        self.world, self.commands, self.policy, self.out, self.vocab = world, commands, policy, output_path, vocab
         self.pool: Pool | None = run_engines.engines.get(ROLE)
-        self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
+        self.refits, self.found = run_engines.refits, dict[str, Any]()
+
+    def refit(self, version: int) -> None:
+        self.commands.drive(self.refits[ROLE], version)
 
     def everybody_is_there(self) -> None:
         def wait() -> None:
             wait_for("both servers", lambda: self.pool is not None and len(self.pool.members.living()) == 2)
 
-        self.world.from_driver(wait)
+        self.commands.drive(wait)
 
     def conforms(self, directory: Path) -> None:
         """One server with the weights that it was started with, before any refit."""
@@ -123,7 +130,7 @@ class Scenario:
             pool = given(ROLE, [server], replace(self.pool.members.limits, servers=1))
             self.found["conformance"] = conformance.run_all(pool, conformance.Judge(directory, characters()))
 
-        self.world.from_driver(check)
+        self.commands.drive(check)
 
     def greedy_before_and_after_an_update(self) -> None:
         for version in (0, 1):
@@ -132,8 +139,8 @@ class Scenario:
             self.refit(version)
             self.keep_weights(f"v{version}")
             self.ask(f"greedy_v{version}", lambda pool: complete(pool, prompts(self.vocab), GREEDY))
-            self.world.from_driver(self.each_server, f"each_v{version}")
-            self.world.from_driver(self.score, f"scores_v{version}")
+            self.commands.drive(self.each_server, f"each_v{version}")
+            self.commands.drive(self.score, f"scores_v{version}")
 
     def each_server(self, name: str) -> None:
         """Greedy answers of every replica by itself."""
@@ -163,7 +170,7 @@ class Scenario:
                 self.found[f"hits_{kind}"] = [b - a for a, b in zip(hits_before, hits_after, strict=True)]
             self.found["block_sizes"] = [self.setting(url, "block_size") for url in urls]
 
-        self.world.from_driver(play)
+        self.commands.drive(play)
 
     def given_up(self) -> None:
         """A request whose client goes while it runs is dropped: the server does not write all that it would have."""
@@ -180,7 +187,7 @@ class Scenario:
             wait_for("the end of what nobody waits for", lambda: self.metric(server.url, "num_requests_running") == 0)
             self.found["written_for_nobody"] = self.metric(server.url, "generation_tokens_total") - tokens_before
 
-        self.world.from_driver(give_up)
+        self.commands.drive(give_up)
 
     def token(self) -> str:
         return (self.driver.directory.path / "engines/token").read_text()
@@ -248,7 +255,7 @@ class Scenario:
             thread.join()
             self.found["requests_sent_again"] = self.pool.failures
 
-        self.world.from_driver(batch)
+        self.commands.drive(batch)
 
     def back_with_old_weights(self) -> None:
         def back() -> None:
@@ -267,18 +274,12 @@ class Scenario:
             self.found["version_after"] = [member.state.version, member.server.version(), self.pool.version]
             self.each_server("each_at_end")
 
-        self.world.from_driver(back)
+        self.commands.drive(back)
 
     def weights_that_are_no_numbers(self, version: int) -> None:
-        """Spoils the weights: NaN are not sent; finite ones that overflow in the model are, and no server answers
-        anything of use after them."""
+        """Spoils the weights: finite ones that overflow in the model are sent, and no server answers anything of use
+        after them; NaN are not sent, which ends the run."""
         shards = self.policy.export.shards().values()
-        for tensor in shards:
-            tensor.detach().fill_(torch.nan)
-        try:
-            self.refit(version)
-        except NonFiniteWeights as error:
-            self.found["not_sent"] = str(error)
         for tensor in shards:
             tensor.detach().fill_(1.0 if tensor.dim() > 1 else 1e38)
         self.refit(version)
@@ -290,14 +291,20 @@ class Scenario:
             except RuntimeError as error:
                 self.found["no_numbers"] = f"{type(error).__name__}: {error}"
 
-        self.world.from_driver(ask)
+        self.commands.drive(ask)
+        for tensor in shards:
+            tensor.detach().fill_(torch.nan)
+        try:
+            self.refit(version + 1)
+        except NonFiniteWeights as error:
+            self.found["not_sent"] = str(error)
 
     def ask(self, name: str, question) -> None:
         def answer() -> None:
             assert self.pool is not None
             self.found[name] = plain(question(self.pool))
 
-        self.world.from_driver(answer)
+        self.commands.drive(answer)
 
     def keep_weights(self, name: str) -> None:
         """Writes a Hugging Face directory, for the judge."""
@@ -315,8 +322,9 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_supervised(engines, world, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
+        commands = Commands(world)
+        run_engines = open_supervised(engines, world, commands, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, commands, policy, run_engines, answer.parent, policy.arch.vocab)
         scenario.driver = driver
         if sys.argv[3:] == ["update"]:
             scenario.greedy_before_and_after_an_update()

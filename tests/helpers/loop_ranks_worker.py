@@ -66,8 +66,8 @@ def run(case, world, template, folder):
         template, log, folder / "rollouts", recipe=recipe, world=world, policy=policy, stop_after=stop_after
     )
     if case == "colocated":
-        servers = ColocatedServers(world, {}, [], discarding=[], start_timeout_s=5.0)
-        setup = replace(setup, memory=DeviceMemory(setup.trainees, servers))
+        servers = ColocatedServers(setup.commands, {}, [], discarding=[], start_timeout_s=5.0)
+        setup = replace(setup, memory=DeviceMemory(setup.trainees, colocated=True), engines=servers)
     directory = RunDirectory(folder)
     driver = SimpleNamespace(
         directory=directory, checkpoints=Checkpoints(directory.checkpoints, keep=2), summary=summaries.append,
@@ -76,11 +76,11 @@ def run(case, world, template, folder):
 
     def export(place):
         place.mkdir(parents=True, exist_ok=True)
-        (place / f"rank{world.rank}").write_text(str(world.work.broadcast(progress.number)))
+        (place / f"rank{world.rank}").write_text(str(world.broadcast(progress.number)))
 
     def checkpoints(fleet):
         files = {"generator": Files(policy, world.rank)}
-        saver = Saver(world.work, driver, files, background=True, present=fleet.memory.weights)
+        saver = Saver(world, driver, files, names=[*files], background=True, present=fleet.memory.weights)
         return RunCheckpoints(fleet, saver, driver, PLANS[case].best, export)
 
     done = train(setup, PLANS[case], progress, checkpoints)

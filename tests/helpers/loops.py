@@ -17,18 +17,19 @@ from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.data_parallel_engine import DataParallelEngine
 from megatron_rl.engines.protocol import Sampling
+from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import World
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
-from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.device_memory import ColocatedEngines, DeviceMemory, leaving
 from megatron_rl.training.events import Event, Finished, Measured, Said
-from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.held_out_sets import Examiner, HeldOutSet
 from megatron_rl.training.iteration import EvaluationDraws, Recipe, RolloutContext
 from megatron_rl.training.lessons import CreditDesk
 from megatron_rl.training.progress import Plan, Progress
+from megatron_rl.training.rank_fleet import RankFleet
 from megatron_rl.training.start import start
 from megatron_rl.training.store import IterationStore
 from megatron_rl.training.update import Trainee
@@ -77,7 +78,10 @@ class Setup:
     """
 
     world: World = field(default_factory=OneProcess)
+    commands: Commands = field(default_factory=lambda: Commands(OneProcess()))
     memory: DeviceMemory
+    refits: Mapping[str, Callable[[int], None]] = field(default_factory=dict)  # see RankFleet
+    engines: ColocatedEngines | None = None  # in the trainer's devices
     policy_of: Mapping[str, str]
     recipe: Recipe
     context: RolloutContext
@@ -113,36 +117,36 @@ class Setup:
 class CallbackCheckpoints:
     """The checkpoints of a Setup."""
 
-    def __init__(self, setup: Setup, fleet: EveryRank) -> None:
+    def __init__(self, setup: Setup, fleet: RankFleet) -> None:
         self._setup, self._fleet = setup, fleet
-        fleet.serve("save", lambda *order: self._cleared(setup.save, *order))
-        fleet.serve("keep_best", lambda *order: self._cleared(setup.keep_best, *order))
+        fleet.serve("save", setup.save)
+        fleet.serve("keep_best", setup.keep_best)
 
     def save(self, number, state):
-        return self._fleet.call("save", number, bulk=state)
+        self._fleet.engines.clear()
+        return self._fleet.everywhere("save", number, bulk=[state])
 
     def settle(self, *, wait):
         return None
 
     def keep_best(self, number, best):
-        self._fleet.call("keep_best", number, best)
+        self._fleet.engines.clear()
+        self._fleet.everywhere("keep_best", number, best)
 
     def remove_surpassed(self, best):
         self._setup.remove_surpassed(best)
 
-    def _cleared(self, function, *args):
-        self._setup.memory.clear()
-        return function(*args)
 
-
-def train(setup: Setup, plan: Plan, progress: Progress, checkpoints: Callable[[EveryRank], Any] | None = None) -> bool:
+def train(setup: Setup, plan: Plan, progress: Progress, checkpoints: Callable[[RankFleet], Any] | None = None) -> bool:
     """Starts a run and trains it, on every rank. `checkpoints`: makes the checkpoints, in place of those of `setup`."""
-    fleet = EveryRank(
-        setup.world, setup.memory, rescore=plan.mixed == "rescore", around=setup.around, occupied_s=setup.occupied_s
-    )
+    fleet = RankFleet(
+        setup.commands, setup.memory, setup.refits, world_of=lambda policy: setup.world,
+        ranks=dict.fromkeys(setup.trainees, range(setup.world.size)), engines=setup.engines,
+        rescore=plan.mixed == "rescore", around=setup.around, occupied_s=setup.occupied_s,
+    )  # fmt: skip
     saved = CallbackCheckpoints(setup, fleet) if checkpoints is None else checkpoints(fleet)
     desk = CreditDesk(
-        recipe=setup.recipe, policy_of=setup.policy_of, loss_of=lambda policy: setup.trainees[policy].loss,
+        recipe=setup.recipe, policy_of=setup.policy_of, loss_of=lambda policy, number: setup.trainees[policy].loss,
         mixed=plan.mixed, train_without_signal=plan.train_without_signal,
     )  # fmt: skip
 
@@ -159,7 +163,7 @@ def train(setup: Setup, plan: Plan, progress: Progress, checkpoints: Callable[[E
         start(parts, setup.context, plan, progress)
         return loop.train(parts, plan, progress)
 
-    return setup.world.from_driver(drive)
+    return setup.commands.drive(drive)
 
 
 class Log:
@@ -203,9 +207,10 @@ def make(template, log, directory, **changes):
     settings = {name: value for name, value in changes.items() if name not in parts}
     parts |= {name: value for name, value in changes.items() if name in parts}
     world, state = parts["world"], parts["state"] or {}
+    commands = Commands(world)
     policy = parts["policy"] or TablePolicy(VOCAB, lr=0.3, seed=1)
     recipe = parts["recipe"] or Grpo(updates=25, group_size=8, template=template)
-    engine = DataParallelEngine(world, "generator", TableEngine(VOCAB, EOS))
+    engine = DataParallelEngine(commands, "generator", TableEngine(VOCAB, EOS))
     context = RolloutContext(
         engines={"generator": engine},
         tokenizers={"generator": TOKENIZER},
@@ -215,7 +220,19 @@ def make(template, log, directory, **changes):
         seed=3,
     )
     loss = PolicyLoss(parts["loss"])
-    trainee = Trainee(policy=policy, loss=loss, refit=streaming(policy, engine), **settings)
+    trainee = Trainee(policy=policy, loss=loss, **settings)
+    load = streaming(policy, engine.local)
+
+    def take(version):
+        with leaving(policy.memory) if policy.away else contextlib.nullcontext():
+            load(version)
+
+    commands.serve("refit", take)
+
+    def refit(version):
+        commands.together("refit", version, version).result()
+        engine.version = version
+
     progress = loop.Progress(**state.get("progress", {}))
     collector = None
     if world.rank == 0:
@@ -235,7 +252,9 @@ def make(template, log, directory, **changes):
     stop = parts["stop_after"]
     setup = Setup(
         world=world,
+        commands=commands,
         memory=DeviceMemory({"generator": trainee}),
+        refits={"generator": refit},
         policy_of={"generator": "generator"},
         recipe=recipe,
         context=context,
@@ -251,5 +270,4 @@ def make(template, log, directory, **changes):
 def without_engine(setup):
     """The same run with nobody to ask: what a replay has."""
     context = RolloutContext(engines={}, tokenizers={}, samplings={}, max_prompt_tokens={}, grade=right)
-    trainees = {name: replace(trainee, refit=None) for name, trainee in setup.trainees.items()}
-    return replace(setup, context=context, memory=DeviceMemory(trainees), held_out=())
+    return replace(setup, context=context, refits={}, held_out=())

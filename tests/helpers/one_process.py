@@ -1,10 +1,12 @@
-"""A world of one rank without torch.distributed, for tests of code that needs no process group."""
+"""A world and commands of one rank without torch.distributed, for tests of code that needs no process group."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
 
+from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import Replicas, World
 
 
@@ -13,14 +15,13 @@ class OneProcess(World):
 
     rank, size = 0, 1
 
-    def __init__(self, outer: World | None = None) -> None:
-        self._prepare(outer)
-        self.work = OneProcess(self) if outer is None else self
+    def __init__(self) -> None:
+        self._leading = False
 
     def barrier(self) -> None:
         return None
 
-    def _send(self, value: Any) -> Any:
+    def broadcast(self, value: Any, source: int = 0) -> Any:
         return value
 
     def everywhere(self, value: bool) -> bool:
@@ -31,3 +32,17 @@ class OneProcess(World):
 
     def gather_back(self, own: np.ndarray | None, sizes: Sequence[int], replicas: Replicas) -> list[np.ndarray] | None:
         return None if own is None else [own]
+
+
+class CommandsAtOnce(Commands):
+    """Commands of one rank, for tests without a driver: the thread that posts a command runs its handler at once."""
+
+    def __init__(self) -> None:
+        super().__init__(OneProcess())
+
+    def _post(
+        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
+    ) -> Future[dict[int, Any]]:  # fmt: skip
+        future = Future[dict[int, Any]]()
+        future.set_result({rank: self._handlers[name](arguments[place]) for place, rank in enumerate(ranks)})
+        return future

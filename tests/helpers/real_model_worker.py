@@ -21,6 +21,7 @@ from megatron_rl.data.sft import TextPair, sft_rollouts
 from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.commands import Commands
 from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
@@ -40,8 +41,9 @@ def main() -> None:
     with open_world(place_from(os.environ), answer.parent) as world, contextlib.ExitStack() as stack:
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, run_engines, answer.parent, policy.arch.vocab)
+        commands = Commands(world)
+        run_engines = open_supervised(engine_of(config), world, commands, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, commands, policy, run_engines, answer.parent, policy.arch.vocab)
         for version in (0, 1):
             if version:
                 loss = PolicyLoss(LossConfig(objective="nll", kl_coef=0.0))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from limits import RUN_S
 
+from megatron_rl.messages.commands import Commands
 from megatron_rl.session.launch_ranks import Place
 from megatron_rl.session.run_setup import open_world
 
@@ -24,8 +25,9 @@ def main(output_path: str, shared: str) -> None:
         time.sleep(0.02)
     place = Place(rank, size, rank, "127.0.0.1", int(os.environ["MASTER_PORT"]))
     with open_world(place, Path(shared)) as world:
-        world.serve("double", lambda value: [world.rank, 2 * value])
-        answers = world.from_driver(lambda: world.call_all("double", [*range(size)]))
+        commands = Commands(world)
+        commands.serve("double", lambda value: [world.rank, 2 * value])
+        answers = commands.drive(lambda: commands.each("double", [*range(size)]))
         total = torch.tensor([rank + 1.0])
         dist.all_reduce(total)
         recorded = json.loads(torch._C._distributed_c10d._dump_fr_trace_json()).get("entries", [])

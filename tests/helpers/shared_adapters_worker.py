@@ -23,6 +23,7 @@ from megatron_rl.engines.protocol import Sampling, complete
 from megatron_rl.engines.server_registry import ServerRegistry
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.commands import Commands
 from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
@@ -33,12 +34,15 @@ ROLES = ("generator", "verifier")
 class Shared:
     """The same steps on every rank; what only the driver sees goes into `found`."""
 
-    def __init__(self, world: Any, policies: dict[str, MegatronPolicy], run_engines: Any, output_path: Path) -> None:
+    def __init__(
+        self, world: Any, commands: Commands, policies: dict[str, MegatronPolicy], run_engines: Any, output_path: Path
+    ) -> None:  # fmt: skip
+        self.commands = commands
         self.world, self.policies, self.run_engines, self.out = world, policies, run_engines, output_path
         self.vocab, self.found = policies[ROLES[0]].arch.vocab, dict[str, Any]()
 
     def refit(self, role: str, version: int) -> None:
-        self.run_engines.refits[role](version)
+        self.commands.drive(self.run_engines.refits[role], version)
         tensors = {name: tensor.detach().clone() for name, tensor in self.policies[role].export.weights()}
         if self.world.rank == 0:
             (self.out / f"{role}_v{version}").mkdir(parents=True, exist_ok=True)
@@ -66,7 +70,7 @@ class Shared:
                 scores = self.run_engines.engines[role].score(prompts(self.vocab))
                 self.found[f"{name}_{role}_scores"] = [row.tolist() for row in scores]
 
-        self.world.from_driver(answer)
+        self.commands.drive(answer)
 
     def refit_while_the_other_role_writes(self, version: int) -> None:
         """The generator takes a version while the verifier's answers are under way."""
@@ -102,8 +106,9 @@ def main() -> None:
             policies[name] = MegatronPolicy(role, parallel.create(role.layout), seed=seed, base=base)
             base = base or policies[name]
         driver = Directory(config_path.parent)
-        run_engines = open_supervised(engine_of(config), world, policies, driver, stack)
-        shared = Shared(world, policies, run_engines, answer.parent)
+        commands = Commands(world)
+        run_engines = open_supervised(engine_of(config), world, commands, policies, driver, stack)
+        shared = Shared(world, commands, policies, run_engines, answer.parent)
         for role in ROLES:
             learn(policies[role])
             shared.refit(role, 0)

@@ -27,6 +27,7 @@ from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import Sampling, TandemSampling, complete
 from megatron_rl.megatron import parallel
 from megatron_rl.megatron.policy import MegatronPolicy
+from megatron_rl.messages.commands import Commands
 from megatron_rl.session.launch_ranks import place_from
 from megatron_rl.session.run_setup import open_world
 from megatron_rl.spec.resolve import engine_of
@@ -47,17 +48,23 @@ def drawn(strategy: str, **settings: Any) -> Sampling:
 
 
 class Scenario:
-    def __init__(self, world: Any, policy: MegatronPolicy, run_engines: Any, output_path: Path) -> None:
+    def __init__(
+        self, world: Any, commands: Commands, policy: MegatronPolicy, run_engines: Any, output_path: Path
+    ) -> None:  # fmt: skip
+        self.commands = commands
         self.world, self.policy, self.out, self.vocab = world, policy, output_path, policy.arch.vocab
         self.pool: Pool | None = run_engines.engines.get(ROLE)
-        self.refit, self.found = run_engines.refits[ROLE], dict[str, Any]()
+        self.refits, self.found = run_engines.refits, dict[str, Any]()
+
+    def refit(self, version: int) -> None:
+        self.commands.drive(self.refits[ROLE], version)
 
     def ask(self, name: str, sampling: Sampling, times: int = 1) -> None:
         def answer() -> None:
             assert self.pool is not None
             self.found[name] = plain(complete(self.pool, prompts(self.vocab) * times, sampling))
 
-        self.world.from_driver(answer)
+        self.commands.drive(answer)
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         """One of the server's own routes, on the driver."""
@@ -70,10 +77,10 @@ class Scenario:
     def strategies(self, version: int) -> None:
         self.refit(version)
         self.keep_weights(f"v{version}")
-        self.world.from_driver(lambda: self.pool and self.records())
+        self.commands.drive(lambda: self.pool and self.records())
         for strategy in STRATEGIES:
             self.ask(f"{strategy}_v{version}", drawn(strategy))
-            self.world.from_driver(self.keep_records, f"{strategy}_v{version}")
+            self.commands.drive(self.keep_records, f"{strategy}_v{version}")
         self.ask(f"greedy_v{version}", drawn("word", temperature=0.0))
         self.ask(f"alone_v{version}", GREEDY)
 
@@ -83,7 +90,7 @@ class Scenario:
     def crowded(self) -> None:
         """More tokens than the cache holds: requests are preempted and begin again."""
         self.ask("crowded", drawn("word", max_tokens=150, n=8), times=3)
-        self.world.from_driver(self.keep_preemptions)
+        self.commands.drive(self.keep_preemptions)
 
     def keep_preemptions(self) -> None:
         assert self.pool is not None
@@ -127,8 +134,9 @@ def main() -> None:
         role = config.roles[ROLE]
         policy = MegatronPolicy(role, parallel.create(role.layout))
         driver = Directory(config_path.parent)
-        run_engines = open_supervised(engine_of(config), world, {ROLE: policy}, driver, stack)
-        scenario = Scenario(world, policy, run_engines, answer.parent)
+        commands = Commands(world)
+        run_engines = open_supervised(engine_of(config), world, commands, {ROLE: policy}, driver, stack)
+        scenario = Scenario(world, commands, policy, run_engines, answer.parent)
         scenario.strategies(0)
         scenario.crowded()
         learn(policy)

@@ -12,7 +12,7 @@ import torch
 from conftest import program
 from fake_engines import TableEngine
 from fake_policy import TablePolicy
-from one_process import OneProcess
+from one_process import CommandsAtOnce, OneProcess
 from tiny_models import make_model
 from toys import characters
 
@@ -21,8 +21,8 @@ from megatron_rl.config.schema import LossConfig
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.session.drift import Gap, Probes, judge, measure
 from megatron_rl.training.device_memory import DeviceMemory
-from megatron_rl.training.every_rank import EveryRank
 from megatron_rl.training.iteration import RolloutContext
+from megatron_rl.training.rank_fleet import RankFleet
 from megatron_rl.training.update import Trainee
 
 LIMIT = 0.05
@@ -72,8 +72,11 @@ def test_refits_that_spoil_the_weights_a_little_more_each_time_are_found(noise):
         engines={"a": engine}, tokenizers={"a": characters("abtex")},
         samplings={"a": Sampling(max_tokens=20)}, max_prompt_tokens={"a": 8}, grade=lambda responses, payloads: [],
     )  # fmt: skip
-    trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), refit=refit)
-    fleet = EveryRank(OneProcess(), DeviceMemory({"a": trainee}))
+    trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)))
+    fleet = RankFleet(
+        CommandsAtOnce(), DeviceMemory({"a": trainee}), {"a": refit}, world_of=lambda policy: OneProcess(),
+        ranks={"a": [0]},
+    )  # fmt: skip
     fleet.start({})
     probes = Probes(fleet, context, ("a",), ["text"] * 64)
     for version in range(6):

@@ -412,12 +412,12 @@ def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
         roles={"a": role}, recipe=Use(target="r"), data=PromptSet(path="d"), run=Run(peak_tflops=3.0),
         rollouts=Rollouts(max_staleness=staleness),
     )  # fmt: skip
-    policy, refit = object(), print
-    found = builders.trainee(spec_of(config).roles["a"], config.run, policy, refit)
+    policy = object()
+    found = builders.trainee(spec_of(config).roles["a"], config.run, policy)
     assert (found.policy, found.refit, found.samples_per_optimizer_step) == (policy, refit, 6)
     assert found.sleeps and found.peak_flops == 3e12
     correction = None if high is None else CorrectionConfig(kind="truncate", high=high)
     assert found.loss.config == replace(role.loss, max_tokens=5, correction=correction)
     own = replace(role, loss=replace(role.loss, max_tokens=8, correction=CorrectionConfig(kind="none")))
-    kept = builders.trainee(spec_of(replace(config, roles={"a": own})).roles["a"], config.run, policy, refit)
+    kept = builders.trainee(spec_of(replace(config, roles={"a": own})).roles["a"], config.run, policy)
     assert kept.loss.config == own.loss

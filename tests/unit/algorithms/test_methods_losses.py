@@ -379,5 +379,5 @@ def test_rollouts_ahead_of_training_are_corrected_unless_the_role_says_how(base,
     overrides += [f"roles.generator.loss.correction={given}"] if given else []
     config = load(TrainConfig, [base], overrides)
     spec = spec_of(config)
-    made = builders.trainee(spec.roles["generator"], spec.run, policy=None, refit=None)
+    made = builders.trainee(spec.roles["generator"], spec.run, policy=None)
     assert made.loss.config.correction == wanted

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from one_process import OneProcess
+from one_process import CommandsAtOnce
 from tiny_models import make_model
 from toys import characters
 
@@ -20,17 +20,17 @@ PROMPTS = [[5, 9, 30], [8] * 17, [40], [7 + i for i in range(50)], [3, 4]]
 SAMPLINGS = [Sampling(max_tokens=12, n=n, seed=n, temperature=t) for n, t in ((3, 1.0), (1, 0.0), (4, 0.7))]
 
 
-class Ranks(OneProcess):
-    """A world of several ranks in one process: what is sent to each is packed and unpacked, as between processes."""
+class Ranks(CommandsAtOnce):
+    """Commands to several ranks in one process: what is sent to each is packed and unpacked, as between processes."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size, self.sent = size, list[list[Any]]()
 
-    def call_all(self, name: str, args_per_rank: Sequence[Any]) -> list[Any]:
-        assert len(args_per_rank) == self.size
-        self.sent.append(list(args_per_rank))
-        there = [unpack(pack(argument)) for argument in args_per_rank]
+    def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+        assert len(arguments) == (self.size if ranks is None else len(ranks))
+        self.sent.append(list(arguments))
+        there = [unpack(pack(argument)) for argument in arguments]
         return [unpack(pack(self._handlers[name](argument))) for argument in there]
 
 
@@ -47,7 +47,7 @@ def told(completions: Sequence[Completion]) -> list[Any]:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_what_is_drawn_and_scored_does_not_depend_on_the_number_of_ranks(engine, ranks):
-    spread = DataParallelEngine(Ranks(ranks), "model", engine)
+    spread = DataParallelEngine(Ranks(9), "model", engine, range(2, 2 + ranks))  # a role may have some of the ranks
     sessions = [spread.session(), engine.session()]
     for session in sessions:
         for key, prompt in enumerate(PROMPTS):
@@ -66,21 +66,21 @@ def test_what_is_drawn_and_scored_does_not_depend_on_the_number_of_ranks(engine,
 
 
 def test_a_wrong_ask_is_refused_on_the_driver_before_any_rank_works(engine):
-    world = Ranks(3)
-    session = DataParallelEngine(world, "model", engine).session()
+    commands = Ranks(3)
+    session = DataParallelEngine(commands, "model", engine).session()
     with pytest.raises(ValueError, match="prompt 4 holds token"):
         session.ask(4, [10_000], SAMPLINGS[0])
-    assert world.sent == []
+    assert commands.sent == []
 
 
 def test_a_prompt_travels_once_to_a_rank(engine):
-    world = Ranks(2)
-    session = DataParallelEngine(world, "model", engine).session()
+    commands = Ranks(2)
+    session = DataParallelEngine(commands, "model", engine).session()
     prompt = np.arange(1, 41, dtype=np.int32).repeat(10) % 90
     for key in range(2):
         session.ask(key, prompt, Sampling(max_tokens=1, n=50))
     assert len(list(session.answers())) == 2
-    assert all(len(pack(rows)) < 2 * prompt.nbytes + 50 * 60 for rows in world.sent[0])
+    assert all(len(pack(rows)) < 2 * prompt.nbytes + 50 * 60 for rows in commands.sent[0])
 
 
 @pytest.mark.parametrize("samples", [[5] * 8, [5] * 7, [5], [1, 1], [], [1, 9, 2, 2, 30, 4]], ids=str)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake_endpoint import FakeEndpoint
+from one_process import CommandsAtOnce, OneProcess
 from toys import EOS, characters
 
 from megatron_rl.config.schema import ConfigError, Embedded, EndpointConfig, Model
@@ -226,7 +227,7 @@ def ends_of(monkeypatch):
         engines = SimpleNamespace(settings=Embedded(), opened={}, roles={"judge": role})
         with contextlib.ExitStack() as stack:
             tokenizers = {"judge": SimpleNamespace(eos_token_id=EOS)}
-            open_engines(engines, tokenizers, SimpleNamespace(rank=0), stack, servers=Direct({}))
+            open_engines(engines, tokenizers, OneProcess(), CommandsAtOnce(), stack, servers=Direct({}))
         return told[0]
 
     return opened_ends

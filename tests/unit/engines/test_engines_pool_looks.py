@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from fake_servers import ROLE, Asked, RunEngines, engines_in, until
 from limits import PROCESS_S
-from one_process import OneProcess
+from one_process import CommandsAtOnce
 
 from megatron_rl.engines.pool.membership import Limits, Member, Members
 from megatron_rl.engines.pool.request_queue import RequestQueue, Waiter
@@ -45,7 +45,7 @@ def test_a_request_that_a_server_failed_stays_in_the_queue_until_a_server_is_bac
 def test_servers_that_work_are_not_put_to_sleep_for_one_that_comes_back(run_engines: RunEngines, slept: bool):
     first, second = run_engines.start(0), run_engines.start(1)
     pool = run_engines.serving(2, colocate=True, replicas=2)
-    servers = ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[], start_timeout_s=5.0)
+    servers = ColocatedServers(CommandsAtOnce(), {ROLE: pool}, [], discarding=[], start_timeout_s=5.0)
     if slept:
         servers.sleep([])
         servers.wake()

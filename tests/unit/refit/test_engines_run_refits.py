@@ -12,7 +12,7 @@ import pytest
 import torch
 from fake_servers import ADDRESS, RunEngines, engines_in, expected, failed_at
 from fake_vllm import PAUSE, UPDATE
-from one_process import OneProcess
+from one_process import CommandsAtOnce, OneProcess
 from safetensors.torch import save_file
 from specs import problems as problems_of
 
@@ -73,10 +73,16 @@ class Driver:
         self.lines.append(metrics)
 
 
+def pool_refit(side, pool, driver, *, staging: str = "auto") -> PoolRefit:
+    """Returns the refit of a run with one trainer rank."""
+    settings = RefitConfig(timeout_s=5.0, staging=staging)  # type: ignore[arg-type]
+    return PoolRefit(CommandsAtOnce(), "generator", [0], side, side.address, pool, driver, settings)
+
+
 def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(run_engines: RunEngines):
     fakes = [run_engines.start(0)]
     pool, side, driver = run_engines.open(), Side(), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, RefitConfig(timeout_s=5.0))
+    refit = pool_refit(side, pool, driver)
     refit(7)
     fakes.append(run_engines.start(1))
     run_engines.living(2)
@@ -113,8 +119,7 @@ def test_servers_write_with_their_weights_until_staged_ones_have_come_and_pause_
             assert [fake.version for fake in fakes] == ["1", "1"]
         seen.append([fake.count(PAUSE) for fake in fakes])
 
-    settings = RefitConfig(timeout_s=5.0, staging="host")
-    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    refit = pool_refit(StagedSide(during), pool, driver, staging="host")
     run_engines.living(2)
     refit(1)
     refit(2)
@@ -132,8 +137,7 @@ def test_servers_write_on_with_their_weights_where_staged_ones_do_not_come(run_e
             raise RefitError("no engine answered")
 
     pool, driver = run_engines.open(replicas=1), Driver()
-    settings = RefitConfig(timeout_s=5.0, staging="host")
-    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    refit = pool_refit(StagedSide(during), pool, driver, staging="host")
     refit(1)
     refit(2)
     assert tries == [1, 2, 2] and fake.count(PAUSE) == 2 and fake.version == "2"
@@ -146,8 +150,7 @@ def test_a_server_that_dies_between_staging_and_the_pause_is_out_and_the_other_g
     fakes = [run_engines.start(i) for i in range(2)]
     pool, driver = run_engines.open(), Driver()
     during = lambda version: fakes[1].close() if version == 2 else None  # noqa: E731
-    settings = RefitConfig(timeout_s=5.0, staging="host")
-    refit = PoolRefit(OneProcess(), "generator", StagedSide(during), pool, driver, settings)
+    refit = pool_refit(StagedSide(during), pool, driver, staging="host")
     run_engines.living(2)
     refit(1)
     refit(2)
@@ -182,7 +185,7 @@ def test_servers_stage_by_default_where_they_write_during_refits(engine, ahead, 
 def test_a_refit_that_reaches_no_server_is_tried_again_and_then_ends_the_run(run_engines: RunEngines):
     fake = run_engines.start()
     pool, side, driver = run_engines.open(replicas=1), Side(failures=1), Driver()
-    refit = PoolRefit(OneProcess(), "generator", side, pool, driver, RefitConfig(timeout_s=5.0))
+    refit = pool_refit(side, pool, driver)
     fake.fail(UPDATE, "error")
     refit(1)
     assert len(side.calls) == 2 and len(driver.lines) == 1 and fake.version == "1"
@@ -208,14 +211,8 @@ def test_the_seconds_of_an_adapters_refit_are_those_until_the_servers_have_it(ru
 
     ended, pool.end_refit = pool.end_refit, end
     policy = SimpleNamespace(export=SimpleNamespace(write_adapter=write))
-    refit = PoolRefit(
-        OneProcess(),
-        "generator",
-        AdapterFiles(OneProcess(), policy, tmp_path / "adapters"),
-        pool,
-        driver,
-        RefitConfig(timeout_s=5.0),
-    )
+    files = AdapterFiles(OneProcess(), policy, tmp_path / "adapters")
+    refit = pool_refit(files, pool, driver)
     for version in (1, 2, 3):
         refit(version)
     size = (tmp_path / "adapters/v3/adapter_model.safetensors").stat().st_size

@@ -13,7 +13,7 @@ from fake_policy import TablePolicy
 from fake_servers import ADDRESS, ROLE, TOKEN, engines_in, until
 from fake_vllm import FakeVllm
 from loops import Setup, train
-from one_process import OneProcess
+from one_process import CommandsAtOnce, OneProcess
 from test_recipes import TOKENIZER, context_of, mixed_verifier, problems, solution
 from test_tango_run import Reader
 from toys import streaming
@@ -27,6 +27,7 @@ from megatron_rl.engines.pool.server_pool import Pool
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.server_registry import Listing
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.messages.commands import Commands
 from megatron_rl.recipes.tango import Tango
 from megatron_rl.session.colocated_servers import ColocatedServers, start_servers
 from megatron_rl.session.control_protocol import HELD, HOLD, RELEASE, SERVES, SETTLE, ControlChannel, ControlClient
@@ -35,7 +36,7 @@ from megatron_rl.session.server_supervisors import Supervisor
 from megatron_rl.training import loop
 from megatron_rl.training.collector import Collector, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
-from megatron_rl.training.device_memory import DeviceMemory
+from megatron_rl.training.device_memory import DeviceMemory, EngineTurns, leaving
 from megatron_rl.training.held_out_sets import HeldOutSet
 from megatron_rl.training.iteration import EvaluationDraws
 from megatron_rl.training.store import IterationStore
@@ -109,7 +110,7 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
         gpus = _GpuPools(tmp_path, stack)
         policies = {name: Watched(name, gpus.fakes, events) for name in (G, V)}
         _played(context, policies, gpus.fakes, events)
-        trainees = {}
+        trainees, refits = {}, {}
         for name in recipe.roles():
             streams = streaming(policies[name], context.engines[name])
 
@@ -121,9 +122,15 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
                 events.append(f"refit {name}")
 
             loss = PolicyLoss(LossConfig(kl_coef=0.001))
-            trainees[name] = Trainee(policy=policies[name], loss=loss, refit=refit)
-        world = OneProcess()
-        servers = ColocatedServers(world, gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
+            trainees[name] = Trainee(policy=policies[name], loss=loss)
+
+            def resident(version, name=name, refit=refit):
+                with leaving(policies[name].memory):
+                    refit(version)
+
+            refits[name] = resident
+        commands = Commands(OneProcess())
+        servers = ColocatedServers(commands, gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
         progress = loop.Progress()
         maker = RolloutMaker(
             recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
@@ -132,7 +139,8 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
         store = IterationStore(tmp_path / "rollouts")
         collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
         setup = Setup(
-            world=world, memory=DeviceMemory(trainees, servers), policy_of={name: name for name in trainees},
+            commands=commands, memory=DeviceMemory(trainees, colocated=True), refits=refits, engines=servers,
+            policy_of={name: name for name in trainees},
             recipe=recipe, context=context, 
             held_out=[HeldOutSet(name="held", prompts=problems(2), draws=EvaluationDraws())],
             iterations=collector,
@@ -154,7 +162,7 @@ def test_over_whole_iterations_of_tango_the_trainer_and_awake_servers_never_hold
 def test_servers_that_get_weights_drop_theirs_and_the_others_keep_them(tmp_path):
     with contextlib.ExitStack() as stack:
         gpus = _GpuPools(tmp_path, stack)
-        servers = ColocatedServers(OneProcess(), gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
+        servers = ColocatedServers(CommandsAtOnce(), gpus.pools, [], discarding=[G, V], start_timeout_s=5.0)
         servers.sleep([G, V])
         gpus.refit(G, 1)
         gpus.refit(V, 1)
@@ -181,25 +189,63 @@ def test_engines_that_took_weights_sleep_again_while_another_policy_of_the_itera
         def wake(self):
             events.append(("wake", []))
 
-    policies = {name: TablePolicy(len(TOKENIZER)) for name in (G, V)}
-    loss = PolicyLoss(LossConfig(kl_coef=0.0))
-    memory = DeviceMemory({name: Trainee(policy=policies[name], loss=loss) for name in policies}, Engines())
-    memory.start()
+    turns = EngineTurns(Engines(), lambda: events.append(("offload", [])))
+    turns.generate()  # as they do already: nothing happens
     for name in (G, V):
-        with memory.train(name, [G, V]):
-            events.append((f"train {name}", []))
-        with memory.refit(name):
+        turns.clear([G, V])
+        events.append((f"train {name}", []))
+        with turns.refit(name):
             events.append((f"refit {name}", []))
-    with memory.weights(G):  # for a checkpoint
-        events.append(("save", []))
-    memory.generate()
-    with memory.refit(G):  # without an update before it: the engines still generate
+    turns.clear()
+    turns.clear()  # they sleep already: nothing happens
+    events.append(("save", []))  # a checkpoint
+    turns.generate()
+    with turns.refit(G):  # without an update before it: the engines still generate
         events.append((f"refit {G}", []))
     assert events == [
         ("sleep", [G, V]), (f"train {G}", []), (f"refit {G}", []),
         ("sleep", [V]), (f"train {V}", []), (f"refit {V}", []),
-        ("sleep", []), ("save", []), ("wake", []), ("sleep", []), (f"refit {G}", []),
+        ("sleep", []), ("save", []), ("offload", []), ("wake", []), ("sleep", []), (f"refit {G}", []),
     ]  # fmt: skip
+
+
+def test_engines_that_generate_again_take_every_weight_sync_anew():
+    """`refitted` names only policies whose engine gets new weights before it wakes: it may drop the old ones."""
+    slept = []
+    engines = SimpleNamespace(sleep=lambda refitted: slept.append([*refitted]), wake=lambda: None)
+    turns = EngineTurns(engines, lambda: None)  # type: ignore[arg-type]
+    for _ in range(2):
+        turns.clear([G])
+        with turns.refit(G):
+            pass
+        turns.generate()
+    assert slept == [[G], [G]]
+
+
+def test_engines_elsewhere_have_no_turns():
+    turns = EngineTurns(None, lambda: pytest.fail("policies were moved away"))
+    turns.generate()
+    turns.clear([G])
+    with turns.refit(G):
+        turns.clear()
+
+
+@pytest.mark.parametrize(("colocated", "sleeps"), [(False, False), (False, True), (True, False)])
+def test_a_policy_is_on_the_device_only_while_it_is_needed(colocated, sleeps):
+    policy = TablePolicy(len(TOKENIZER))
+    trainee = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.0)), sleeps=sleeps)
+    memory = DeviceMemory({G: trainee}, colocated=colocated)
+    memory.start()
+    between = (colocated or sleeps, colocated)  # without gradients and optimizer state, without weights
+    assert (policy.asleep, policy.away) == between
+    with memory.train(G):
+        assert (policy.asleep, policy.away) == (False, False)
+    assert policy.asleep == (colocated or sleeps)
+    with memory.weights(G):
+        assert not policy.away
+    assert (policy.asleep, policy.away) == between
+    memory.offload()
+    assert policy.asleep and policy.away
 
 
 def test_the_fake_fails_as_a_gpu_would_where_the_order_is_wrong():
@@ -253,7 +299,7 @@ def test_the_only_server_that_comes_back_in_an_iteration_gets_the_weights_while_
     fake = run_engines.start()
     pool = run_engines.serving(1, colocate=True, replicas=1)
     calls = run_engines.refreshes()
-    ColocatedServers(OneProcess(), {ROLE: pool}, [], discarding=[ROLE], start_timeout_s=5.0)
+    ColocatedServers(CommandsAtOnce(), {ROLE: pool}, [], discarding=[ROLE], start_timeout_s=5.0)
     run_engines.beats[0].clear()
     run_engines.announce(fake.url)  # another incarnation
     fake.version = "default"
@@ -371,7 +417,7 @@ def test_each_rank_starts_the_servers_whose_first_gpu_is_its_own_role_after_role
 
 def test_a_supervisor_that_does_not_answer_keeps_the_trainer_from_the_gpu(supervised, monkeypatch):
     monkeypatch.setattr("megatron_rl.session.colocated_servers.MARGIN_S", 0.05)
-    servers = ColocatedServers(OneProcess(), {}, [supervised], discarding=[], start_timeout_s=0.0)  # type: ignore[list-item]
+    servers = ColocatedServers(CommandsAtOnce(), {}, [supervised], discarding=[], start_timeout_s=0.0)  # type: ignore[list-item]
     with pytest.raises(EngineError, match="generator-0 neither sleeps nor ends"):
         servers.sleep([])
 

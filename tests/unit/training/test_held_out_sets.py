@@ -291,7 +291,7 @@ def test_lower_is_better_where_the_config_says_so():
 
 def test_metrics_of_several_sets_are_means_with_equal_weights_and_sums_of_counts(template, tmp_path):
     setup, _ = make(template, Log(), tmp_path / "run")
-    setup.trainees["generator"].refit(0)
+    setup.commands.drive(setup.refits["generator"], 0)
     draws = [EvaluationDraws(n=2, k=(1, 2)), EvaluationDraws(n=4, k=(2, 4), temperature=0.5), EvaluationDraws(k=(1,))]
     sets = [
         HeldOutSet(name=name, prompts=Questions().take(count), draws=own)

@@ -49,11 +49,11 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
         generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
     )  # fmt: skip
     context = context_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
-    lines, saved, trainees = [], [], {}
+    lines, saved, trainees, refits = [], [], {}, {}
     for name in recipe.roles():
         policy = TablePolicy(len(TOKENIZER))
-        refit = streaming(policy, context.engines[name])
-        trainees[name] = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)), refit=refit)
+        refits[name] = streaming(policy, context.engines[name])
+        trainees[name] = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)))
     progress = loop.Progress()
     maker = RolloutMaker(
         recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
@@ -63,6 +63,7 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
     collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
     setup = Setup(
         memory=DeviceMemory(trainees),
+        refits=refits,
         policy_of={name: name for name in trainees},
         recipe=recipe,
         context=context,

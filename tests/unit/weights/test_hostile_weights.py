@@ -90,7 +90,10 @@ def test_hostile_power_cut_after_the_end_of_a_run_finds_its_models(model, tmp_pa
     driver = SimpleNamespace(directory=directory, summary=directory.update_summary, **quiet)
     world = OneProcess()
     progress = SimpleNamespace(number=1, last_evaluation={}, best=[])
-    parts = SimpleNamespace(spec=spec, world=world, driver=driver, policies={"solver": policy}, progress=progress)
+    parts = SimpleNamespace(
+        spec=spec, world=world, world_of=lambda name: world, driver=driver, policies={"solver": policy},
+        progress=progress,
+    )  # fmt: skip
     train._finish(parts, finished=True)  # type: ignore[arg-type]
     assert directory.read_summary()["finished"] is True
     pushed = disk.pushed_before(directory.summary)  # the files were pushed before their folder got its name
@@ -185,7 +188,7 @@ class Written:
 def saver(tmp_path):
     leave = SimpleNamespace(saved=lambda seconds: None)
     driver = SimpleNamespace(checkpoints=Checkpoints(tmp_path / "checkpoints", keep=5), leave=leave)
-    return run_setup.Saver(OneProcess(), driver, {"model": Written()}, background=True)  # type: ignore[arg-type]
+    return run_setup.Saver(OneProcess(), driver, {"model": Written()}, names=["model"], background=True)  # type: ignore[arg-type]
 
 
 def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monkeypatch):
