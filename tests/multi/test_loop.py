@@ -362,7 +362,7 @@ def test_the_loop_has_the_settings_of_its_config():
     )
     plan = loop.Plan(
         iterations=7, evaluate_every=3, evaluate_at_start=False, save_every=5, preflight=checks, mixed="drop",
-        train_without_signal=True,
+        train_without_signal=True, refits_wait=True,
     )  # fmt: skip
 
     def planned(config):

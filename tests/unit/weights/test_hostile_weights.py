@@ -188,7 +188,7 @@ class Written:
 def saver(tmp_path):
     leave = SimpleNamespace(saved=lambda seconds: None)
     driver = SimpleNamespace(checkpoints=Checkpoints(tmp_path / "checkpoints", keep=5), leave=leave)
-    return run_setup.Saver(OneProcess(), driver, {"model": Written()}, names=["model"], background=True)  # type: ignore[arg-type]
+    return run_setup.Saver(OneProcess(), driver, {"model": Written()}, ranks={"model": range(1)}, background=True)  # type: ignore[arg-type]
 
 
 def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monkeypatch):
