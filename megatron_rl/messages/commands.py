@@ -298,7 +298,9 @@ class Commands:
             except TypeError as error:
                 failure = "".join(traceback.format_exception(error))
         failed = "repeated" if isinstance(result, DriverError) else "failed"
-        self._send(0, UP, (number, failed if failure else ""), packed if failure is None else pack(failure))
+        ignored = [RuntimeError] if number is None else []  # rank 0 may have left and ended already
+        with contextlib.suppress(*ignored):
+            self._send(0, UP, (number, failed if failure else ""), packed if failure is None else pack(failure))
 
     def _complete(self, number: int, rank: int, result: Any) -> None:
         """Records the result of a command on a rank. Called on rank 0 with the lock held."""

@@ -75,7 +75,7 @@ class World:
             told: Any = self.broadcast(None)
             failure, packed = told
             if failure is not None:
-                raise DriverError(f"rank 0 failed:\n{failure}")
+                raise DriverError(f"rank {dist.get_global_rank(self._group, 0)} failed:\n{failure}")
             return unpack(packed)
         self._leading = True
         try:

@@ -414,7 +414,7 @@ def test_a_policy_is_trained_with_the_settings_of_its_role(staleness, high):
     )  # fmt: skip
     policy = object()
     found = builders.trainee(spec_of(config).roles["a"], config.run, policy)
-    assert (found.policy, found.refit, found.samples_per_optimizer_step) == (policy, refit, 6)
+    assert (found.policy, found.samples_per_optimizer_step) == (policy, 6)
     assert found.sleeps and found.peak_flops == 3e12
     correction = None if high is None else CorrectionConfig(kind="truncate", high=high)
     assert found.loss.config == replace(role.loss, max_tokens=5, correction=correction)

@@ -186,7 +186,7 @@ def _words(process) -> list[str]:
 
 
 def test_weights_that_are_no_numbers_are_named_as_what_may_be_wrong(found):
-    assert found["not_sent"].startswith("version 5 of the weights is not sent: ")
+    assert found["not_sent"].startswith("version 6 of the weights is not sent: ")
     assert found["no_numbers"].startswith("EngineError: a request failed 3 times: http")
     assert "sent an answer that is not vLLM's: log-probs that are not numbers: are the weights?" in found["no_numbers"]
 

@@ -291,20 +291,21 @@ def test_lower_is_better_where_the_config_says_so():
 
 def test_metrics_of_several_sets_are_means_with_equal_weights_and_sums_of_counts(template, tmp_path):
     setup, _ = make(template, Log(), tmp_path / "run")
+    evaluate = lambda sets: setup.commands.drive(evaluate_sets, setup.recipe, sets, setup.context)  # noqa: E731
     setup.commands.drive(setup.refits["generator"], 0)
     draws = [EvaluationDraws(n=2, k=(1, 2)), EvaluationDraws(n=4, k=(2, 4), temperature=0.5), EvaluationDraws(k=(1,))]
     sets = [
         HeldOutSet(name=name, prompts=Questions().take(count), draws=own)
         for name, count, own in zip("abc", (2, 4, 3), draws, strict=True)
     ]
-    metrics, answers = evaluate_sets(setup.recipe, sets[:2], setup.context)
+    metrics, answers = evaluate(sets[:2])
     for name in ("accuracy", "reward", "pass@2", "accuracy_greedy"):
         own = [metrics[f"generator/{place}/{name}"] for place in "ab"]
         assert metrics[f"generator/{name}"] == pytest.approx(sum(own) / 2)
     assert "generator/pass@4" not in metrics and "generator/b/pass@4" in metrics
     assert metrics["generator/num_problems"] == 6.0 and "generator/b/maj@4" in metrics
     assert [len(group) for group in answers["b"]["generator"]] == [4] * 4
-    alone, _ = evaluate_sets(setup.recipe, sets[2:], setup.context)
+    alone, _ = evaluate(sets[2:])
     assert all(name.count("/") == 1 for name in alone), "one set needs no name"
-    twice, _ = evaluate_sets(setup.recipe, sets[:2], setup.context)
+    twice, _ = evaluate(sets[:2])
     assert twice == metrics
