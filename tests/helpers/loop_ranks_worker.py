@@ -80,7 +80,14 @@ def run(case, world, template, folder):
 
     def checkpoints(fleet):
         files = {"generator": Files(policy, world.rank)}
-        saver = Saver(world, driver, files, ranks={name: range(world.size) for name in files}, background=True, present=fleet.memory.weights)
+        saver = Saver(
+            world,
+            driver,
+            files,
+            ranks={name: range(world.size) for name in files},
+            background=True,
+            present=fleet.memory.weights,
+        )
         return RunCheckpoints(fleet, saver, driver, PLANS[case].best, export)
 
     done = train(setup, PLANS[case], progress, checkpoints)

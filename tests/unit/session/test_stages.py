@@ -180,7 +180,7 @@ def test_faults_every_setting_of_a_stage_reaches_what_runs(name):
         tree = {part.replace("a/b", "a.b"): tree}
     spec = resolved((3, tree))
     before, own = spec.at(3), spec.at(0)
-    made = builders.trainee(own.roles["generator"], own.run, None, None)
+    made = builders.trainee(own.roles["generator"], own.run, None)
     context = builders.context(
         own.roles, own.reward, own.loop.rollouts, {}, {"generator": None}, None, Stopwatch(), seed=own.run.seed
     )
