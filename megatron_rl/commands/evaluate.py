@@ -83,9 +83,13 @@ class OpenModels:
 
 
 def _open_models(
-    engines: EngineSpec, read: Sequence[Model], world: World, commands: Commands, stack: contextlib.ExitStack,
+    engines: EngineSpec,
+    read: Sequence[Model],
+    world: World,
+    commands: Commands,
+    stack: contextlib.ExitStack,
     servers: Direct,
-) -> OpenModels:  # fmt: skip
+) -> OpenModels:
     """Opens the engines of the specification `engines`. On the driver (rank 0), also loads the models in `read`, whose
     token distributions will be compared. Collective."""
     models = {name: role.model for name, role in engines.opened.items()}

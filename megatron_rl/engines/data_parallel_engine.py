@@ -26,7 +26,7 @@ class DataParallelEngine:
 
     def __init__(
         self, commands: Commands, name: str, engine: EmbeddedEngine, ranks: Sequence[int] | None = None
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`engine`: the engine of this rank. On rank 0 it checks the requests, and has no weights if rank 0 is not one
         of the role's `ranks`, the numbers of the ranks that generate; None: all ranks.
         """

@@ -102,7 +102,7 @@ class Commands:
 
     def together(
         self, name: str, argument: Any, others: Any, ranks: Sequence[int] | None = None, *, about: str = ""
-    ) -> Future[Any]:  # fmt: skip
+    ) -> Future[Any]:
         """Runs the handler with this name on some ranks at the same time: with `argument` on the first of the ranks,
         and with `others` on the other ones. Returns at once. The future gives the result of the first rank when all
         ranks have finished. Must be called by the driver, in any of its threads.
@@ -172,7 +172,7 @@ class Commands:
 
     def _post(
         self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
-    ) -> Future[dict[int, Any]]:  # fmt: skip
+    ) -> Future[dict[int, Any]]:
         """Posts a command. The future gives {rank: result, or the error that its handler raised}."""
         if 0 in ranks:
             self._handler(name)

@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -77,16 +78,8 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
     0. Raises RunError if training has already begun in the run directory.
     """
     spec = still(spec)
-
-    def refuse_a_begun_run() -> None:
-        if RunDirectory(spec.directory).has_begun():
-            raise RunError(
-                f"{spec.directory} holds a run that has begun: give the drift test a directory of its own, such as "
-                "run.name=drift"
-            )
-
     with open_world_for(spec, place) as world, contextlib.ExitStack() as stack:
-        world.from_leader(refuse_a_begun_run)
+        world.from_leader(_refuse_begun, spec.directory)
         driver = stack.enter_context(open_driver(spec, world, place, total_iterations=None))
         tokenizers = {n: tokenizer_of(role.model) for n, role in spec.roles.items()}
         role = next(iter(spec.recipe.roles()))
@@ -125,6 +118,14 @@ def run(spec: RunSpec, place: Place, *, updates: int) -> int:
             return _conclude(driver, settings.kind, limit, probes.gaps)
 
         return commands.drive(probe_and_conclude)
+
+
+def _refuse_begun(directory: Path) -> None:
+    if RunDirectory(directory).has_begun():
+        raise RunError(
+            f"{directory} holds a run that has begun: give the drift test a directory of its own, such as "
+            "run.name=drift"
+        )
 
 
 def still(spec: RunSpec) -> RunSpec:

@@ -255,7 +255,7 @@ class _Opener:
 
     def _pool_side(
         self, name: str, policy: MegatronPolicy, settings: Servers
-    ) -> tuple[TrainerSide | AdapterFiles, Callable[[], contextlib.AbstractContextManager[None]]]:  # fmt: skip
+    ) -> tuple[TrainerSide | AdapterFiles, Callable[[], contextlib.AbstractContextManager[None]]]:
         """Returns the object with which this rank sends a role's weights to the role's servers, and a function whose
         context manager keeps the weights on the GPU. Collective over the role's ranks."""
         if (adapters := self._adapter_files(name, settings)) is not None:

@@ -116,8 +116,9 @@ def _train(
     def drive() -> tuple[bool, bool]:
         collector = open_collector(parts, context, open_store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
         stack.callback(collector.close)
-        served = run_engines.served
-        examiner = Examiner(recipe=spec.recipe, sets=sets, context=context, rollouts=collector, served=served)
+        examiner = Examiner(
+            recipe=spec.recipe, sets=sets, context=context, rollouts=collector, served=run_engines.served
+        )
         loop_parts = _loop_parts(parts, fleet, checkpoints, examiner, listener)
         plan = _plan(parts)
         start(loop_parts, context, plan, parts.progress)
@@ -257,10 +258,17 @@ def _fleet(parts: RunParts, commands: Commands, memory: DeviceMemory, run_engine
         return profiled(spec.run.profile, directory, iteration=number, rank=rank)
 
     return RankFleet(
-        commands, memory, run_engines.refits, world_of=parts.world_of, ranks=parts.ranks, engines=run_engines.colocated,
-        rescore=spec.loop.rollouts.mixed == "rescore", around=around, occupied_s=run_engines.occupied_s,
+        commands,
+        memory,
+        run_engines.refits,
+        world_of=parts.world_of,
+        ranks=parts.ranks,
+        engines=run_engines.colocated,
+        rescore=spec.loop.rollouts.mixed == "rescore",
+        around=around,
+        occupied_s=run_engines.occupied_s,
         resets=lambda number: bool(due_resets(spec.reference_resets, number)),
-    )  # fmt: skip
+    )
 
 
 def _loop_parts(
@@ -270,10 +278,13 @@ def _loop_parts(
     spec, driver, progress = parts.spec, parts.driver, parts.progress
     owner_of = {name: role.owner for name, role in spec.roles.items()}
     desk = CreditDesk(
-        recipe=spec.recipe, policy_of=spec.policy_of, owner_of=owner_of, mixed=spec.loop.rollouts.mixed,
+        recipe=spec.recipe,
+        policy_of=spec.policy_of,
+        owner_of=owner_of,
+        mixed=spec.loop.rollouts.mixed,
         loss_of=functools.cache(lambda policy, number: loss_of(spec.at(number).roles[policy])),
         train_without_signal=spec.run.train_without_signal,
-    )  # fmt: skip
+    )
     observe = run_observer(driver, parts.tokenizers, spec.data.held_out, seed=spec.run.seed)
 
     def leave() -> bool:
