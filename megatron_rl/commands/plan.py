@@ -59,8 +59,7 @@ def run(args: argparse.Namespace) -> int:
     [schedule] = [one for one in found_schedules if one.max_staleness == case.spec.loop.rollouts.ahead]
     run_totals = totals.of_training(case, plan, rows, fills)
     proposals = searching.search(case) if args.search else []
-    advice = searching.advice(case, plan)
-    others = alternatives(case)
+    advice, others = searching.advice(case, plan), alternatives(case)
     if args.json:
         more = {
             "schedules": [asdict(schedule) for schedule in found_schedules],
@@ -75,13 +74,12 @@ def run(args: argparse.Namespace) -> int:
         console = _console()
         tables.show(plan, advice, console, notes=rows.notes)
         tables.show_schedules(found_schedules, case.spec.loop.rollouts.ahead, console, auto=auto)
-        if len(schedule.sets) > 1:
-            tables.show_sets(schedule, _roles_of_sets(case), console)
+        tables.show_sets(schedule, _roles_of_sets(case), console)
         tables.show_alternatives(others, console)
         if args.search:
             tables.show_search(proposals, plan, console)
         console.print(str(run_totals))
-    return int(not proposals) if args.search else int(bool(plan.problems))
+    return int(not proposals if args.search else bool(plan.problems))
 
 
 def _roles_of_sets(case: Case) -> dict[str, list[str]]:

@@ -123,15 +123,12 @@ def _train(
         other_row = Row() if driver_rows is None else samples[0 if step is None else order.before(step)]
         return _with_kl(world, policy, rollouts, other_row, spec.data.max_tokens) if "kl" in loss.needs else rollouts
 
-    saver = Saver(
-        world, driver, {"model": policy.state}, ranks={"model": range(world.size)}, background=spec.run.async_save
-    )
+    ranks = {"model": range(world.size)}
+    saver = Saver(world, driver, {"model": policy.state}, ranks=ranks, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
-        with (
-            profiled(spec.run.profile, driver.directory.path, iteration=step, rank=world.rank),
-            driver.watch("train"),
-        ):
+        profile = profiled(spec.run.profile, driver.directory.path, iteration=step, rank=world.rank)
+        with profile, driver.watch("train"):
             metrics = update(world, trainee, drawn(step))
         if validates and (step + 1 == steps or (spec.validate_every and (step + 1) % spec.validate_every == 0)):
             with driver.watch("validate"):

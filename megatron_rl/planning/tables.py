@@ -80,7 +80,9 @@ def show_schedules(schedules: Sequence[Schedule], max_staleness: int, console: C
 
 def show_sets(schedule: Schedule, roles: Mapping[str, Sequence[str]], console: Console) -> None:
     """Prints a row for each set of ranks, and what the sets and the engines wait for. `roles`: ranks such as 8-15 ->
-    their roles."""
+    their roles. Prints nothing if all roles have the same ranks."""
+    if len(schedule.sets) < 2:
+        return
     title = f"sets of ranks, simulated with rollouts.max_staleness {schedule.max_staleness}"
     table = _table("ranks", "roles", "busy seconds an iteration", "idle", title=title)
     for own in schedule.sets:

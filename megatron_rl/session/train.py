@@ -99,16 +99,7 @@ def _train(
     trainees = {name: builders.trainee(spec.roles[name], spec.run, policy) for name, policy in parts.policies.items()}
     memory = DeviceMemory(trainees, colocated=run_engines.colocated is not None)
     fleet = _fleet(parts, commands, memory, run_engines)
-    trained = {name: parts.policies[name].state for name in spec.trained_policies if name in parts.policies}
-    saver = Saver(
-        world,
-        driver,
-        trained,
-        ranks={name: parts.ranks[name] for name in spec.trained_policies},
-        background=spec.run.async_save,
-        present=memory.weights,
-    )
-    checkpoints = RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
+    checkpoints = _checkpoints(parts, fleet)
     sets = evaluations.held_out_sets(
         spec.data.held_out, parts.held_out, spec.reward, stack, greedy=spec.loop.evaluation.greedy
     )
@@ -133,6 +124,17 @@ def _train(
         owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
     with memory_explained(driver.directory.path, world.rank, owners):
         return _drive(parts, lambda: commands.drive(drive), listener)
+
+
+def _checkpoints(parts: RunParts, fleet: RankFleet) -> RunCheckpoints:
+    """Returns the run's checkpoints. Every rank calls it."""
+    spec, driver = parts.spec, parts.driver
+    trained = {name: parts.policies[name].state for name in spec.trained_policies if name in parts.policies}
+    ranks, background = {name: parts.ranks[name] for name in spec.trained_policies}, spec.run.async_save
+    saver = Saver(
+        parts.world, driver, trained, ranks=ranks, background=background, present=fleet.memory.weights
+    )  # fmt: skip
+    return RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class Collector:
             self._begin_one()
         if not self._flights:
             raise ValueError(f"{iteration} is due, but the schedule has no further iteration")
-        begun, done = self._flights.popleft()
+        begun, done = self._flights[0]  # removed when it is written, see wait_until_written
         if begun != iteration:
             raise ValueError(
                 f"{iteration} is due, but rollouts were collected for {begun}: "
@@ -315,6 +315,7 @@ class Collector:
             while not wait([done], LOOK_S).done:
                 self._idle()
                 meanwhile()
+        self._flights.popleft()
         self._state, self._taken = done.result().state, done.result().collected
         return self._taken
 

@@ -111,6 +111,7 @@ class Flights:
         """
         if self._something_due(iteration.number) or self.leaving:
             return self.land(0)
+        self._finish_what_is_done()
         policies = {self._parts.desk.policy_of[role] for role in iteration.roles}
         shared = [
             place + 1

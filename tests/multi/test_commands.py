@@ -97,7 +97,7 @@ def test_many_commands_to_nested_and_disjoint_sets_run_in_order(tmp_path):
 def test_a_set_whose_rank_naps_delays_no_other_set_and_is_named(tmp_path):
     first, *others = run_ranks(WORKER, 4, tmp_path, "naps")
     assert first["answers"] == [[[0, k * 10], [1, k * 10]] for k in range(3)]
-    assert first["longest"] == "nap on ranks 2-3: no answer of 3" and first["seconds"] >= 0
+    assert first["longest"] == "nap on ranks 2-3 has no answer of 3" and first["seconds"] >= 0
     assert first["results"] == [2, [1, 10]] and first["nothing runs"] and others == [first] * 3
 
 
