@@ -214,7 +214,7 @@ class SplitData(Arguments):
 class Report(Arguments):
     """write RUN/report.html: whether the run learned, curves, verdicts, times, rollouts; or compare several runs"""
 
-    runs: list[Path] = argument(metavar="RUN")  # run directories, sweeps, NAME.json files of `megatron-rl eval`
+    runs: list[Path] = argument(metavar="RUN")  # directories of runs and sweeps
     # HTML file to write (default: RUN/report.html; for several runs: comparison.html)
     out: Path | None = argument(None, flags=["-o", "--out"], metavar="FILE.html")
     # maximum number of rollouts on the page (default: 4000)

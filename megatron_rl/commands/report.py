@@ -1,4 +1,4 @@
-"""`megatron-rl report`: writes the HTML report of a run, of a sweep, or of several runs and evaluations."""
+"""`megatron-rl report`: writes the HTML report of a run, of a sweep, or of several runs."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ DEFAULT_OUT = Path("comparison.html")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the report and prints the path of each written file. Returns 0. Raises ConfigError if a run or an
-    evaluation is missing."""
+    """Writes the report and prints its path. Returns 0. Raises ConfigError if a path is not a run or a sweep."""
     from megatron_rl.report.pages import write_comparison, write_report
     from megatron_rl.report.shown_rollouts import MAX_ROLLOUTS
 
@@ -28,8 +27,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def refuse_paths(paths: Sequence[Path]) -> None:
-    """Raises ConfigError if a path is not a run, sweep or evaluation, or if the only path is an evaluation, which can
-    only be compared."""
+    """Raises ConfigError if a path is not the directory of a run or a sweep."""
     from megatron_rl.report.reading import is_run
 
     wrong = [f"no run directory {path}" for path in paths if not path.exists()]
@@ -38,6 +36,9 @@ def refuse_paths(paths: Sequence[Path]) -> None:
         for path in paths
         if path.is_dir() and not is_run(path) and not (path / SWEEP).exists()
     ]
-    if len(paths) == 1 and paths[0].is_file():
-        wrong.append(f"{paths[0]}: give a second evaluation to compare it with, or the directory of a run")
+    wrong += [
+        f"{path} is a file: give the directory of a run or a sweep (`megatron-rl eval --compare` compares evaluations)"
+        for path in paths
+        if path.is_file()
+    ]
     refuse(*wrong)

@@ -30,8 +30,6 @@ def run(args: argparse.Namespace) -> int:
     """Serves the report until Ctrl-C. Returns 0. Raises ConfigError if there is no such run."""
     from megatron_rl.commands.report import refuse_paths
 
-    if args.run.is_file():
-        raise ConfigError(f"{args.run} is no run directory: give the directory of a run or a sweep")
     refuse_paths([args.run])
     with tempfile.TemporaryDirectory() as directory, open_server(args.run, Path(directory), args.port) as server:
         print(f"the report of {args.run}, until Ctrl-C: {server.address}", flush=True)

@@ -95,10 +95,7 @@ def read_answers(path: Path) -> dict[tuple[str, str], dict[str, list[Sample]]]:
     evaluation.
     """
     if path.suffix != ".json" or not path.is_file():
-        raise ConfigError(
-            f"{path} is no result: give the NAME.json of a finished `megatron-rl eval` (or, to `report`, the directory "
-            "of a run or a sweep)"
-        )
+        raise ConfigError(f"{path} is no result: give the NAME.json of a finished `megatron-rl eval`")
     with refusing(lambda error: f"{path}: {error}", FileNotFoundError, ValueError):
         rows = read_samples(path.with_suffix(".jsonl"))
     answers: dict[tuple[str, str], dict[str, list[Sample]]] = defaultdict(dict)

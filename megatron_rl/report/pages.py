@@ -1,4 +1,4 @@
-"""Writes a self-contained HTML page about a run or a sweep, or a page that compares runs and evaluations."""
+"""Writes a self-contained HTML page about a run or a sweep, or a page that compares runs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.report import diagnosis, flips, run_sections
+from megatron_rl.report import diagnosis, run_sections
 from megatron_rl.report.curves import PALETTE, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.reading import METRICS, RunMetrics, is_run, read_run
@@ -18,7 +18,7 @@ from megatron_rl.run.console import duration
 from megatron_rl.run.run_directory import SWEEP, flatten
 
 STYLES = ("page.css", "report.css", "uPlot.min.css")
-SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "distributions.js", "rollouts.js")
+SCRIPTS = ("uPlot.iife.min.js", "base.js", "charts.js", "rollouts.js")
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +39,7 @@ def write_report(
         raise FileNotFoundError(f"{run_dir} is not a run directory: it has neither metrics.jsonl nor config.yaml")
     run = read_run(run_dir)
     picked = pick([run.record], rollouts)
-    content = _Content([run], [Arm("all", [0])], picked, flips.of_rollouts(picked, [run.name]))
+    content = _Content([run], [Arm("all", [0])], picked)
     _write(target, "run.html", content, {
         "title": run.name,
         "subtitle": run_sections.subtitle(run),
@@ -63,22 +63,16 @@ def write_report(
 def write_comparison(
     paths: Sequence[Path], target: Path, *, rollouts: int = MAX_ROLLOUTS, scripts: Sequence[str] = SCRIPTS
 ) -> Path:  # fmt: skip
-    """Writes a page that compares runs and evaluations to `target`, and returns `target`.
+    """Writes a page that compares runs to `target`, and returns `target`.
 
-    `paths`: run directories, directories of sweeps, and NAME.json of finished evaluations. Each evaluation is compared
-    with the previous one. Raises ConfigError for any other path.
+    `paths`: run directories and directories of sweeps.
     """
-    evaluations = flips.of_evaluations([path for path in paths if not path.is_dir()])
-    runs = read_runs([path for path in paths if path.is_dir()])
+    runs = read_runs(paths)
     found_arms, picked = arms(runs), pick([run.record for run in runs], rollouts)
-    changed = [*evaluations, *flips.of_rollouts(picked, [run.name for run in runs])]
-    done = sum(run.finished for run in runs)
-    counts = [f"{done} of {len(runs)} runs are finished"] if runs else []
-    counts += [f"{len(evaluations) + 1} evaluations"] if evaluations else []
-    _write(target, "comparison.html", _Content(runs, found_arms, picked, changed), {
+    _write(target, "comparison.html", _Content(runs, found_arms, picked), {
         "title": paths[0].resolve().name if len(paths) == 1 else "Comparison",
-        "subtitle": " · ".join(counts),
-        "runs": runs_table(runs, found_arms) if runs else None,
+        "subtitle": f"{sum(run.finished for run in runs)} of {len(runs)} runs are finished",
+        "runs": runs_table(runs, found_arms),
         "means": means_table(runs, found_arms),
         "differences": differences_table(runs),
     }, scripts)  # fmt: skip
@@ -87,13 +81,11 @@ def write_comparison(
 
 @dataclass(frozen=True, slots=True)
 class _Content:
-    """The content of both kinds of pages: runs, arms (groups of runs that differ only in the seed), rollouts and flips
-    (problems that became solved or unsolved)."""
+    """The content of both kinds of pages: runs, arms (groups of runs that differ only in the seed) and rollouts."""
 
     runs: Sequence[RunMetrics]
     arms: Sequence[Arm]
     picked: Picked
-    flips: Sequence[flips.Flips]
 
     def runs_and_colours(self) -> list[dict[str, Any]]:
         """Returns the name, arm and colour of each run. If there are several arms, and one of them has several runs,
@@ -125,7 +117,7 @@ def _write(
     sorted_charts = sort_curves(content.runs)
     damage = list(dict.fromkeys(sentence for run in content.runs for sentence in run.record.damage))
     shown = {"sorted": sorted_charts, "questions": METRICS["questions"], "left_out": damage, "picked": content.picked}
-    shown |= {"palette": PALETTE, "flips": content.flips, "drawn": content.runs_and_colours(), "arms": content.arms}
+    shown |= {"palette": PALETTE, "drawn": content.runs_and_colours(), "arms": content.arms}
     write_page(target, template, {**values, **shown}, styles=STYLES, scripts=scripts, data=content.data(sorted_charts))
     if damage:
         rest = f"; and {len(damage) - 1} more: see the page" if len(damage) > 1 else ""

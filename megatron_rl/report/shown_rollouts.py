@@ -92,14 +92,11 @@ class Index:
 
 @dataclass(slots=True)
 class Picked:
-    """The rollouts that a page shows, and counts of correct answers over these rollouts: by iteration for each problem,
-    and by text."""
+    """The rollouts that a page shows, and counts of the texts that were graded correct among these rollouts."""
 
     index: Index = field(default_factory=Index)
     # each item has the HTML of CHUNK rollouts, as a JSON list that is compressed by gzip and encoded as base64
     chunks: list[str] = field(default_factory=list)
-    solved: dict[tuple[int, str, str], list[tuple[int, int, int]]] = field(default_factory=dict)
-    """(run, role, question) -> (iteration, correct answers, answers), by iteration"""
     # {(role, text of the answer, the data set's correct answer): number of correct answers in the last iterations}
     correct: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     files: int = 0  # number of files of rollouts
@@ -133,7 +130,8 @@ def pick(records: Sequence[RunRecord], most: int = MAX_ROLLOUTS) -> Picked:
             picked.seen += len(rows)
             for row in _groups(rows, quota):
                 columns = picked.index.add(place, row, threshold)
-                _count(picked, place, row, threshold, late=number >= (1 - WINDOW) * len(chosen))
+                if number >= (1 - WINDOW) * len(chosen) and _is_correct_answer(row, threshold):
+                    picked.correct[row["role"], row["text"].strip()[:MAX_CHARACTERS], row["answer"]] += 1
                 waiting.append(render.rollout({**columns, **details(row)}))
                 if len(waiting) == CHUNK:
                     picked.chunks.append(_packed(waiting))
@@ -290,20 +288,11 @@ def _groups(rows: Sequence[dict[str, Any]], quota: int) -> list[dict[str, Any]]:
     return selected
 
 
-def _count(picked: Picked, run: int, row: Row, threshold: float | None, *, late: bool) -> None:
-    """Counts an answer in `picked.solved`, if it is known whether the answer is correct. `late`: whether the answer is
-    from the last iterations; a correct answer is then counted in `picked.correct` too."""
-    correct = rollout_is_correct(row, threshold)
-    if correct is None or row["question"] is None or (row["verdicts"] is not None and row["review"] is None):
-        return
-    if late and correct and row["answer"] is not None:
-        picked.correct[row["role"], row["text"].strip()[:MAX_CHARACTERS], row["answer"]] += 1
-    iterations = picked.solved.setdefault((run, row["role"], row["question"][:MAX_CHARACTERS]), [])
-    if iterations and iterations[-1][0] == row["iteration"]:
-        iteration, good, count = iterations.pop()
-        iterations.append((iteration, good + correct, count + 1))
-    else:
-        iterations.append((row["iteration"], int(correct), 1))
+def _is_correct_answer(row: Row, threshold: float | None) -> bool:
+    """Returns whether the rollout is an answer to a problem with a known answer, not a verification, and correct."""
+    is_verification = row["verdicts"] is not None and row["review"] is None
+    known = row["question"] is not None and row["answer"] is not None
+    return known and not is_verification and rollout_is_correct(row, threshold) is True
 
 
 def _flag(value: bool | None) -> int:

@@ -89,11 +89,6 @@ Report.rollouts = (() => {
     place.querySelector("#rollout-count").textContent = "looking …";
     first = Math.max(0, Math.min(start, Math.floor((found.length - 1) / PAGE) * PAGE));
     const shown = found.slice(first, first + PAGE);
-    if (start === 0) {
-      const cards = Report.distributions.cards(index, found);
-      place.querySelector("#rollout-spread").replaceChildren(...cards);
-      place.querySelector(".spread").hidden = cards.length === 0;
-    }
     const rows = await Promise.all(shown.map(htmlOf));
     const [from, to, of] = [first + 1, first + shown.length, found.length].map((count) => count.toLocaleString());
     place.querySelector("#rollout-count").textContent = found.length === 0 ? "no rollout passes these filters"
@@ -156,7 +151,6 @@ Report.rollouts = (() => {
     });
     on("rollouts-before", () => show(first - PAGE));
     on("rollouts-after", () => show(first + PAGE));
-    place.querySelector(".spread").open = innerWidth > 600;
     filter();
   }
 

@@ -1,23 +1,19 @@
-"""Pages that compare runs, sweeps and evaluations: means over seeds, settings that differ, problems that flipped."""
+"""Pages that compare runs and sweeps: means over seeds, settings that differ."""
 
 import json
 import math
-import random
 import re
 from statistics import stdev
 
 import pytest
 from talks import CALLING, NINE, POLICY, keep_talks, talk
-from test_report import CONFIG, Page, keep, make_run, solution
+from test_report import CONFIG, Page, make_run
 
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.report import run as report_command
-from megatron_rl.config.schema import ConfigError, Run
-from megatron_rl.report.flips import of_evaluations
 from megatron_rl.report.pages import write_comparison, write_report
 from megatron_rl.report.run_comparison import arms, differences, interval, read_runs
 from megatron_rl.run.metrics import Tracker
-from megatron_rl.run.run_directory import open_run
 
 
 def sweep(tmp_path, ends, name="sweep"):
@@ -90,40 +86,6 @@ def test_the_command_writes_a_page_of_one_or_of_several(tmp_path, capsys):
     ):
         assert report_command(build_parser().parse_args(["report", *map(str, words)])) == 0
         assert capsys.readouterr().out.strip() == str(wanted) and wanted.stat().st_size > 20_000
-
-
-def evaluation(tmp_path, name, scores):
-    """Writes an evaluation as `megatron-rl eval` does, with two samples of each problem."""
-    rows = [
-        {"set": "s", "measure": "solve", "id": i, "sample": j, "row": i, "question": f"q{i} <img>", "score": score,
-         "correct": score > 0.5, "answer": "1", "response": f"{name} says {score}"}
-        for i, both in enumerate(scores) for j, score in enumerate(both)
-    ]  # fmt: skip
-    (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / f"{name}.json").write_text("{}")
-    return tmp_path / f"{name}.json"
-
-
-def test_problems_that_flipped_between_evaluations(tmp_path):
-    before = evaluation(tmp_path, "before", [(0, 0), (1, 1), (1, 1), (1, 0), (0, 0)])
-    after = evaluation(tmp_path, "after", [(1, 1), (0, 0), (1, 1), (1, 1)])
-    [found] = of_evaluations([before, after])
-    assert (found.common, found.gained, found.lost) == (4, 2, 1), "half of the samples right is not solved"
-    assert [row["question"] for row in found.rows] == ["q1 <img>", "q0 <img>", "q3 <img>"], "what was lost comes first"
-    assert found.rows[0]["texts"] == ["before says 1", "after says 0"]
-    text = write_comparison([before, after], tmp_path / "c.html").read_text()
-    assert "1 no longer solved" in Page(text).text and "<img" not in text
-    with pytest.raises(ConfigError, match="is no result"):
-        of_evaluations([before, tmp_path / "before.jsonl"])
-
-
-def test_problems_that_flipped_within_a_run(tmp_path):
-    run = open_run(Run(name="demo", dir=str(tmp_path)), CONFIG)
-    draw = random.Random(0)
-    for iteration, (a, b) in enumerate([(False, True), (True, False), (True, True)]):
-        keep(run, iteration, generator=[solution(draw, a, question="a"), solution(draw, b, question="b")])
-    shown = " ".join(Page(write_report(run.path).read_text()).text)
-    assert all(text in shown for text in ("1 now solved", "0 no longer solved", "of 2 problems", "iteration 1 → 3"))
 
 
 def test_conversations_are_kept_piece_by_piece(tmp_path):
