@@ -54,8 +54,12 @@ SERVE_END_S = 60.0
 LONG_S = 5.0  # a cycle that the bar on the overhead is for
 BARS = {"overhead": 0.03, "overlap": 1.15}
 GOAL = {"tango_over_grpo": 1.5}  # with engines on a core of their own
-CHEAP = {"tango_generator_over_grpo_cpu": 1.3}  # with the recipe's own settings, which are there to cost less
-TANGO = {"default": "LeanTango", "paper": "Tango"}  # classes of recipes/tango.py
+CHEAP = {"tango_generator_over_grpo_cpu": 1.3}  # with this project's settings, which are there to cost less
+LEAN = (  # settings that cost less than the paper's (docs/reference/methods.md, "Tango's two settings")
+    *("generator_iterations=9", "reviewed=failed", "review_below=0.25", "verifier_rests=true", "greedy_verdicts=true"),
+    *("step_credit={span: own, baseline: step}", "alpha_start=1.0", "alpha_min=1.0"),
+)
+TANGO = {"default": LEAN, "paper": ()}
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ def main() -> None:
     parser.add_argument(
         "--models", type=Path, default=ROOT / f"runs/last_letter_{HEADS}_heads/a", help="made when there are none"
     )
-    parser.add_argument("--tango", choices=TANGO, default="default", help="settings: the recipe's own, or the paper's")
+    parser.add_argument("--tango", choices=TANGO, default="default", help="settings: this project's, or the paper's")
     parser.add_argument("--prompts", type=int, default=256, help="of an iteration")
     parser.add_argument(
         "--iterations",
@@ -296,9 +300,7 @@ def _settings(arm: str, args: argparse.Namespace) -> list[str]:
     ]  # fmt: skip
     if arm == "tango":
         settings += [f"roles.verifier.model.path={args.models}/verifier/model", "recipe.args.warmup_updates=0"]
-        settings += [f"recipe.target=megatron_rl.recipes.tango:{TANGO[args.tango]}"]
-        if args.tango == "default":
-            settings += ["recipe.args.alpha_start=1.0", "recipe.args.alpha_min=1.0"]
+        settings += [f"recipe.args.{setting}" for setting in TANGO[args.tango]]
     return settings
 
 

@@ -407,25 +407,3 @@ class Tango(BaseTango):
         self, context: RolloutContext, prompts: Sequence[Prompt]
     ) -> tuple[dict[str, float], Sequence[Solution]]:
         return accuracies(context, GENERATOR, prompts)
-
-
-@dataclass(kw_only=True)
-class LeanTango(Tango):
-    """Tango with settings that cost less than the paper's (docs/experiments/last_letter.md, "At equal time").
-
-    Only groups without a correct solution are verified and learn from verdicts. Other groups learn from outcomes. No
-    group is verified while the share of problems whose solutions have different outcomes (a moving average) is at least
-    0.25. The step advantage of a step's tokens comes from the verdict on this step only, compared with the verdicts on
-    the steps with the same index in all solutions of the problem. The verifier decodes greedily in generator
-    iterations. It is trained a third as often as in Tango, and only while solutions are verified.
-    """
-
-    # generator iterations per cycle; one verifier iteration takes as long as two generator iterations
-    generator_iterations: Count = 9
-    reviewed: Reviewed = "failed"
-    review_below: Share | None = 0.25
-    verifier_rests: bool = True
-    greedy_verdicts: bool = True
-    step_credit: StepCredit = StepCredit(span="own", baseline="step")
-    alpha_start: Share = 1.0
-    alpha_min: Share = 1.0

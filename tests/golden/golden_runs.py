@@ -47,6 +47,10 @@ def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
         "alpha_start": 0.5, "generator_template": f"{base}/solve.txt", "verifier_template": f"{base}/verify.txt",
         "balanced_per_class": 4,
     }  # fmt: skip
+    lean = {  # settings that cost less than the paper's
+        "reviewed": "failed", "review_below": 0.25, "verifier_rests": True, "greedy_verdicts": True,
+        "step_credit": {"span": "own", "baseline": "step"}, "alpha_min": 1.0,
+    }  # fmt: skip
     pair = {"generator": _role(base, "a"), "verifier": _role(base, "verifier", tokens=3)}
     evolve = {f"{n}_template": f"{base}/any.txt" for n in ("proposer", "solver", "question", "answer")}
     evolve |= {"reference_template": f"{base}/refer.txt", "updates": 3, "proposals": 2, "answers": 2, "judgements": 1}
@@ -68,7 +72,7 @@ def configs(base: Path, urls: Sequence[str]) -> dict[str, dict[str, Any]]:
         grpo("grpo"),
         _config(base, "dapo", "recipes.dapo:Dapo", {"generator": _role(base, "a")}, dapo),
         _config(base, "tango", "recipes.tango:Tango", pair, tango),
-        _config(base, "lean_tango", "recipes.tango:LeanTango", pair, tango),
+        _config(base, "lean_tango", "recipes.tango:Tango", pair, lean | tango),
         _config(base, "tandem", "recipes.tandem:Tandem", tandem, solve),
         _config(base, "distil", "recipes.distil:Distil", students, solve | {"top_k": 4}),
         _config(base, "agents", "recipes.agents:Agents", {"agent": _role(base, "caller")}, agents),

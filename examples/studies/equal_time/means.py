@@ -14,7 +14,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.recipes.dynamic_sampling import DynamicSampling, Group, Metrics, draw_groups, solve_groups
 from megatron_rl.recipes.review import Judged
 from megatron_rl.recipes.solutions import VERIFIER, Solution, Then, pass_over
-from megatron_rl.recipes.tango import LeanTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.training.iteration import CreditContext, Iteration, PromptSource, RolloutContext, RolloutsByRole
 from megatron_rl.types import Prompt, Rollout
 
@@ -36,7 +36,7 @@ class Given:
 
 
 @dataclass(kw_only=True)
-class DynamicTango(LeanTango):
+class DynamicTango(Tango):
     """A run that trains as Tango does. Once nothing is verified, further problems are taken in place of those whose
     outcomes are all alike (DAPO, arXiv 2503.14476); before that, all problems that nobody solved have verdicts."""
 
@@ -75,7 +75,7 @@ class DynamicTango(LeanTango):
 
 
 @dataclass(kw_only=True)
-class ReusingTango(LeanTango):
+class ReusingTango(Tango):
     """A run that trains as Tango does. The verifier's iteration is about solutions of the generator's last iteration
     that were verified there, one of each problem. As these are of problems that nobody solved, the verifier is then
     trained on wrong solutions alone. Where none was verified, solutions are drawn for the iteration, as in Tango."""
@@ -108,7 +108,7 @@ class ReusingTango(LeanTango):
 
 
 @dataclass(kw_only=True)
-class TrustedTango(LeanTango):
+class TrustedTango(Tango):
     """A run that trains as Tango does, with alpha times 2 b - 1, where b is the balanced accuracy of the verifier's
     final verdicts so far. Correct and wrong solutions begin with two verdicts each, one of which was correct."""
 

@@ -14,7 +14,7 @@ from megatron_rl.algorithms.advantages import step_rewards
 from megatron_rl.config.schema import ConfigError
 from megatron_rl.recipes.review import Judged, Reviewed
 from megatron_rl.recipes.solutions import VERIFIER, Solution
-from megatron_rl.recipes.tango import LeanTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.texts.chat_template import tokenize
 from megatron_rl.texts.tags import step_spans
 from megatron_rl.texts.text import decode
@@ -23,7 +23,7 @@ from megatron_rl.types import STEP, Annotations, Rollout
 
 
 @dataclass(kw_only=True)
-class OwnVerdicts(LeanTango):
+class OwnVerdicts(Tango):
     """A run that trains `generator` as Tango does, by verdicts that `_verdicts` gives on all solutions of problems that
     nobody solved. Verifications are written for the verifier's own iterations alone, so that the arguments for those of
     a generator's iteration (reviewed, greedy_verdicts) do nothing."""

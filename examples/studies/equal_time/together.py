@@ -9,7 +9,7 @@ from megatron_rl.engines.protocol import Sampling
 from megatron_rl.evaluation.judging import Judging, Question
 from megatron_rl.recipes.review import Reviewer, Verification
 from megatron_rl.recipes.solutions import Solution
-from megatron_rl.recipes.tango import LeanTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.rewards.verdicts import Review
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.texts.chat_template import tokenize
@@ -24,7 +24,7 @@ Pair = Sequence[Solution]  # of one problem; the last of a group may stand alone
 
 
 @dataclass(kw_only=True)
-class TogetherTango(LeanTango):
+class TogetherTango(Tango):
     """A run that trains as Tango does. In a generator's iteration solutions are verified in pairs; one verification
     follows the other in the answer. The verifier must have learned that (verifiers.py). A pair whose prompt is too long
     is not verified."""

@@ -46,7 +46,10 @@ PHASES = ("rollout", "review", "reward", "train", "refit")  # phases of an itera
 CPU = "cpu_seconds.jsonl"  # in a run's directory: the CPU-seconds that each line of its metrics took
 LOOK_S = 0.1
 DAPO, MAJORITY = "megatron_rl.recipes.dapo:Dapo", "examples.studies.equal_time.majority:MajorityGrpo"
-PAPER = "megatron_rl.recipes.tango:Tango"
+PAPER = (  # the paper's settings of Tango, in place of those in tango.yaml
+    *("generator_iterations=3", "reviewed=all", "review_below=null", "verifier_rests=false"),
+    *("step_credit={span: rest, baseline: group}", "alpha_start=0.3", "alpha_min=1e-3"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ ARMS: Mapping[str, Arm] = {
     "grpo_majority": Arm("grpo", 18, 12, [f"recipe.target={MAJORITY}"]),
     "tango": Arm("tango", 14, 10),
     "frozen": Arm("tango", 16, 11, ["recipe.args.train_verifier=false"]),
-    "tango_paper": Arm("tango", 9, 6, [f"recipe.target={PAPER}", "recipe.args.alpha_start=0.3"]),
+    "tango_paper": Arm("tango", 9, 6, [f"recipe.args.{setting}" for setting in PAPER]),
 }
 FLOAT32_RATE = 1e-5  # of reinforcement learning; with 3e-5 one run of two was lost (docs/experiments/real_model.md)
 UPDATES = {"grpo": "updates", "tango": "generator_updates"}  # how the recipe of a config names them

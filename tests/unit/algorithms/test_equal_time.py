@@ -10,18 +10,19 @@ import pytest
 import specs as config_checks
 from test_recipes import context_of, per_token, roll_out, segments, solution, texts
 
+from examples.studies.equal_time.arms import LEAN
 from examples.studies.equal_time.majority import MajorityGrpo, with_majority
 from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
 from examples.studies.equal_time.own_verdicts import FreeVerdicts, ScoredTango
 from examples.studies.equal_time.together import TogetherTango
-from megatron_rl.algorithms.advantages import assign_advantages
+from megatron_rl.algorithms.advantages import StepCredit, assign_advantages
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.schema import ConfigError, TrainConfig
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
 from megatron_rl.recipes.solutions import Solution
-from megatron_rl.recipes.tango import LeanTango, Tango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.types import NO_VERSION, STEP, Author, Rollout, spans_of
 
 __all__ = ["texts"]  # a fixture
@@ -59,8 +60,10 @@ def test_every_arm_is_a_run_that_check_takes(race, regime, monkeypatch, tmp_path
         config = config_files.load(TrainConfig, [file], settings)
         config_checks.check(config, 1)
         recipe = plugins.build(config.recipe)
-        assert type(recipe) is KINDS.get(name, LeanTango) and config.run.seed == 3
+        assert type(recipe) is KINDS.get(name, Tango) and config.run.seed == 3
         assert config.evaluation.every == arm.evaluate
+        lean = arm.config == "tango" and not arm.paper
+        assert not lean or (recipe.step_credit, recipe.alpha_min) == (StepCredit(span="own", baseline="step"), 1.0)
         assert recipe.train_verifier == (name not in ("frozen", "free_verdicts")) if "tango" in arm.config else True
 
 
@@ -138,10 +141,11 @@ def test_true_verdicts_credit_steps_by_their_labels_where_no_solution_is_right(t
     def solve(prompt, i, j, sampling):
         return solution(2 if j else 1, "yes" if i == 0 and j == 0 else "no")
 
+    lean = LEAN | {"step_credit": StepCredit(**LEAN["step_credit"]), "verifier_rests": False}
     with pytest.raises(ConfigError, match="step_labels"):
         FreeVerdicts(**texts)
     own = "megatron_rl.contrib.last_letter:step_labels"
-    recipe = FreeVerdicts(group_size=3, train_verifier=False, verifier_rests=False, step_labels=own, **texts)
+    recipe = FreeVerdicts(group_size=3, train_verifier=False, step_labels=own, **lean, **texts)
     recipe._labels = labels
     context = context_of(solve, lambda *_: "")
     rollouts, metrics = roll_out(recipe, "generator", 2, context)

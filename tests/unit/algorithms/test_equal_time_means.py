@@ -9,13 +9,17 @@ from stages import credited
 from test_recipes import TOKENIZER, Problems, context_of, iteration, problems, roll_out, solution, texts, verification
 
 from examples.miniatures.last_letter.teachers import solution_text, teacher_solution, verification_text
+from examples.studies.equal_time.arms import LEAN
 from examples.studies.equal_time.means import DynamicTango, ReusingTango, TrustedTango
 from examples.studies.equal_time.own_verdicts import ScoredTango, approval_of
 from examples.studies.equal_time.together import TogetherTango
+from megatron_rl.algorithms.advantages import StepCredit
 from megatron_rl.texts.tags import step_texts
 from megatron_rl.types import STEP
 
 __all__ = ["texts"]  # a fixture
+
+LEAN_ARGS = LEAN | {"step_credit": StepCredit(**LEAN["step_credit"])}
 
 
 class Counted(Problems):
@@ -36,7 +40,7 @@ def test_problems_without_signal_are_replaced_once_nothing_is_verified(texts):
         number = int(re.search(r"Q (\d+)", prompt)[1])
         return solution(2, "yes" if number % 2 and j else "no")
 
-    recipe = DynamicTango(group_size=2, review_below=0.1, **texts)
+    recipe = DynamicTango(group_size=2, **LEAN_ARGS | {"review_below": 0.1}, **texts)
     source, context = Counted(4), context_of(solve, lambda *_: verification("++", "-"))
     [rollouts] = credited(recipe, iteration("generator"), source, context).values()
     assert source.taken == 4 and len(rollouts) == 8, "all problems that nobody solved have verdicts"
@@ -57,7 +61,7 @@ def test_the_verifiers_iteration_is_about_solutions_that_were_judged_before(text
     def solve(prompt, i, j, sampling):
         return solution(2, "yes" if i == 0 else "no")
 
-    recipe = ReusingTango(group_size=2, verifications=3, **texts)
+    recipe = ReusingTango(group_size=2, verifications=3, **LEAN_ARGS, **texts)
     first = context_of(solve, lambda *_: verification("++", "-"))
     credited(recipe, iteration("verifier"), Problems(3), first)
     assert first.engines["generator"].asked, "there is none yet: solutions are drawn"
@@ -70,7 +74,7 @@ def test_the_verifiers_iteration_is_about_solutions_that_were_judged_before(text
 
 
 def test_alpha_follows_how_often_the_verifier_was_right(texts):
-    recipe = TrustedTango(group_size=2, verifications=4, **texts)
+    recipe = TrustedTango(group_size=2, verifications=4, **LEAN_ARGS, **texts)
     assert recipe.trust == 0.0
     context = context_of(lambda p, i, j, s: solution(2, "no"), lambda p, i, j, s: verification("+-", "-"))
     roll_out(recipe, "generator", 3, context)
@@ -108,7 +112,7 @@ def test_a_step_is_right_where_its_approval_is_likely(texts):
             found.append(own)
         return found
 
-    recipe = ScoredTango(group_size=2, **texts)
+    recipe = ScoredTango(group_size=2, **LEAN_ARGS, **texts)
     context = context_of(lambda p, i, j, s: solution(3, "yes" if i else "no"), lambda *_: "")
     context.engines["verifier"].score = score
     recipe._labels = lambda steps, payload: [True, False, False]
@@ -118,7 +122,7 @@ def test_a_step_is_right_where_its_approval_is_likely(texts):
     assert all(r.annotations_of(STEP).scores is None for r in rollouts[2:]), "that problem is solved"
     assert metrics["step_agreement"] == pytest.approx(2 / 3)
     short = context_of(lambda p, i, j, s: solution(3, "no"), lambda *_: "", verifier_limit=3)
-    rollouts, _ = roll_out(ScoredTango(group_size=2, **texts), "generator", 1, short)
+    rollouts, _ = roll_out(ScoredTango(group_size=2, **LEAN_ARGS, **texts), "generator", 1, short)
     assert all(r.annotations_of(STEP).scores is None for r in rollouts), "its prompt is too long"
 
 
@@ -132,7 +136,7 @@ def test_two_solutions_are_verified_in_one_text(texts):
         counts = [len(step_texts(part)) for part in prompt.split("<sol>")[1:]]
         return " ".join(verification("+" * (count - 1) + "-", "-") for count in counts)
 
-    recipe = TogetherTango(group_size=3, verifications=2, **texts)
+    recipe = TogetherTango(group_size=3, verifications=2, **LEAN_ARGS, **texts)
     context = context_of(solve, verify)
     rollouts, metrics = roll_out(recipe, "generator", 2, context)
     asked = [TOKENIZER.decode(tokens).count("<sol>") for tokens, _ in context.engines["verifier"].asked]

@@ -44,8 +44,6 @@ TABLE = {
     "Evolve": ("published/evolve_three_qwen2.5_3b", [], dict.fromkeys(("proposer", "solver", "judge"), COMPARED)),
     "Grpo": ("published/methods/grpo", [], {"generator": COMPARED}),
     "Hacpo": ("published/hacpo_qwen3_4b_llama3.2_3b", [], {"first": {HACPO}, "second": {HACPO}}),
-    "LeanTango": ("published/tango_qwen2.5_7b", ["recipe.target=megatron_rl.recipes.tango:LeanTango"],
-                  dict.fromkeys(("generator", "verifier"), COMPARED)),
     "OnlineDpo": ("miniatures/last_letter/online_dpo", [], {"generator": PAIRS}),
     "Pairwise": ("published/pairwise_qwen3_8b", [], dict.fromkeys(("generator", "judge"), COMPARED)),
     "Ppo": ("published/methods/ppo", [], {"generator": COMPARED}),

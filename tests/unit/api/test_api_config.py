@@ -102,7 +102,7 @@ def test_a_part_that_is_missing_is_named_when_the_whole_is_asked_for():
 
 def test_short_names_are_settings_that_exist():
     given = {"updates": 7, "lr": 0.5, "ranks": 2, "temperature": 0.25, "run": {"seed": 5}, "roles.b.chat": True}
-    config = settings_of(given, RECIPES["lean_tango"], ["a", "b"])
+    config = settings_of(given, RECIPES["tango"], ["a", "b"])
     assert config.settings == {
         "recipe": {"args": {"generator_updates": 7}},
         "launch": {"nproc": 2},

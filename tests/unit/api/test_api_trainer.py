@@ -61,7 +61,7 @@ def test_a_trainer_is_the_run_of_its_yaml_file(make, model, tmp_path):
 def test_what_is_given_wins_over_the_config_and_the_run_is_named_after_all_of_it(make, tmp_path):
     file = tmp_path / "base.yaml"
     file.write_text(
-        "recipe: {target: 'megatron_rl.recipes.tango:LeanTango', args: {generator_updates: 9}}\n"
+        "recipe: {target: 'megatron_rl.recipes.tango:Tango', args: {generator_updates: 9}}\n"
         "run: {seed: 1}\nreward: {timeout_s: 9.0, target: a:b, args: {x: 1}}\n"
     )
     first = make(config=file, recipe=Grpo(updates=5, group_size=4), updates=3)

@@ -96,10 +96,6 @@ def test_what_the_config_alone_tells_is_refused(check, recipe, overrides, messag
         ("contrib.remax:Remax", "group_size", 0),
         ("contrib.entailment:Entailment", "group_size", 10**7),
         ("recipes.tandem:Tandem", "group_size", 10**7),
-        ("recipes.tango:LeanTango", "generator_iterations", 0),
-        ("recipes.tango:LeanTango", "alpha_start", 2.0),
-        ("recipes.tango:LeanTango", "alpha_min", 2.0),
-        ("recipes.tango:LeanTango", "review_below", -0.5),
     ],
 )
 def test_a_recipe_with_another_default_keeps_the_bounds_of_the_argument(recipe, argument, value):

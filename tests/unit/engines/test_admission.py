@@ -21,6 +21,7 @@ from test_methods_sampling import RECIPES
 from test_recipes import mixed_verifier, says, solution
 from toys import graded
 
+from megatron_rl.algorithms.advantages import StepCredit
 from megatron_rl.config.files import load
 from megatron_rl.config.schema import TrainConfig, Use
 from megatron_rl.engines.batched_session import BatchedSession
@@ -31,7 +32,7 @@ from megatron_rl.environments.episode_types import EpisodeEnd, NextRequest
 from megatron_rl.recipes.agents import Agents
 from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.grpo import Grpo
-from megatron_rl.recipes.tango import LeanTango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.checks import problems
 from megatron_rl.spec.resolve import specify
 from megatron_rl.texts.tags import boxed
@@ -123,6 +124,8 @@ def methods(tmp_path):
     dapo = {"updates": COUNT, "group_size": GROUP, "template": str(tmp_path / "q.txt")}
     words = {"generator_updates": 5, "generator_iterations": 2, "warmup_updates": 1, "group_size": 3}
     tango = {**words, "verifications": 2, "review_below": 0.3, **templates}
+    tango |= {"reviewed": "failed", "verifier_rests": True, "greedy_verdicts": True, "alpha_start": 1.0}
+    tango |= {"step_credit": StepCredit(span="own", baseline="step"), "alpha_min": 1.0}
     reviewed = replace(
         context_of(lucky), grade=graded(lambda response, payload: boxed(response) == payload["answer"]),
         engines={
@@ -137,7 +140,7 @@ def methods(tmp_path):
     environment = Use(target=f"{__name__}:Talk")
     found = {name: (lambda own=own: Dapo(**dapo, **own), context_of(lucky)) for name, own in RECIPES.items()}
     found["grpo"] = lambda: Grpo(**dapo), context_of(lucky)
-    found["tango"] = lambda: LeanTango(**tango), reviewed
+    found["tango"] = lambda: Tango(**tango), reviewed
     found["agents"] = lambda: Agents(**agents, environment=environment), context_of(lucky)
     return found
 

@@ -22,7 +22,7 @@ from megatron_rl.spec.run_spec import Host
 
 TRAIN = """
 roles: {generator: {model: {path: org/m}}, verifier: {model: {path: org/m}}}
-recipe: {target: "megatron_rl.recipes.tango:LeanTango"}
+recipe: {target: "megatron_rl.recipes.tango:Tango"}
 data: {path: nowhere.jsonl}
 engine: {kind: vllm}
 """

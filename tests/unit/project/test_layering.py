@@ -199,7 +199,7 @@ def test_packages_import_each_other_in_one_direction():
     "module, source",
     [
         ("megatron_rl.types", "from megatron_rl.training import rollouts"),
-        ("megatron_rl.training.loop", "def f():\n    from megatron_rl.recipes.tango import LeanTango"),
+        ("megatron_rl.training.loop", "def f():\n    from megatron_rl.recipes.tango import Tango"),
         ("megatron_rl.recipes.tango", "import megatron_rl.engines.embedded"),
         ("megatron_rl.engines.embedded", "from megatron_rl.megatron.policy import MegatronPolicy"),
         ("megatron_rl.training.rollouts", "from megatron.core import parallel_state"),
@@ -221,7 +221,7 @@ def test_the_rules_catch_what_they_forbid(module, source):
         ("megatron_rl.engines.vllm.client", "import torch"),
         (
             "megatron_rl.session.train",
-            "from megatron_rl.recipes.tango import LeanTango\nfrom megatron_rl.megatron.policy import MegatronPolicy",
+            "from megatron_rl.recipes.tango import Tango\nfrom megatron_rl.megatron.policy import MegatronPolicy",
         ),
     ],
 )

@@ -66,12 +66,6 @@ RECIPES = {
         "estimator": "grpo", "format_weight": 0.8, "class_weight_decay": 0.8, "class_weights": "sqrt_inverse",
         "train_generator": True, "train_verifier": True, "balanced_per_class": 128, "balanced_rounds": 8,
     },
-    # docs/reference/methods.md, "Tango's two settings"
-    "LeanTango": {
-        "generator_iterations": 9, "alpha_start": 1.0, "alpha_min": 1.0, "reviewed": "failed", "review_below": 0.25,
-        "verifier_rests": True, "greedy_verdicts": True,
-        "step_credit": advantages.StepCredit(span="own", baseline="step"),
-    },
     "Reviewer": {"gamma": 0.8, "correctness": 1.0},  # 2505.15034
     "DynamicSampling": {"rounds": 10, "oversampling": 1},  # 2503.14476: at most 10 rounds
     "Curriculum": {"retire_at": 0.9, "rest_at": None, "rest_epochs": 1},  # 2510.13786

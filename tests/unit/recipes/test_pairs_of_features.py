@@ -26,7 +26,7 @@ from megatron_rl.recipes.dapo import Dapo
 from megatron_rl.recipes.ppo import Ppo
 from megatron_rl.recipes.reward_model import RewardModel
 from megatron_rl.recipes.tandem import Tandem
-from megatron_rl.recipes.tango import LeanTango, Tango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.training.collector import ReaderSource
 from megatron_rl.training.iteration import CreditContext, Iteration
@@ -97,7 +97,7 @@ def stage(setting: str, value: str) -> str:
 
 
 NO_VOTES = (
-    "Agents", "Distil", "Entailment", "Evolve", "Hacpo", "LeanTango", "Pairwise", "Remax", "Rubric", "SelfPlay",
+    "Agents", "Distil", "Entailment", "Evolve", "Hacpo", "Pairwise", "Remax", "Rubric", "SelfPlay",
     "Tango", "TangoAgents",
 )  # fmt: skip
 NO_SCORES = (
@@ -143,7 +143,7 @@ PAIRS: dict[str, dict[str, Cell]] = {
         ),
     },
     "Reward models (`recipe.args.reward_model`) and recipes": {
-        **dict.fromkeys(("`Dapo`", "`LeanTango`", "`Ppo`", "`Tandem`", "`Tango`"), MIXED),
+        **dict.fromkeys(("`Dapo`", "`Ppo`", "`Tandem`", "`Tango`"), MIXED),
         "`Dapo`, a whole run": covered(
             "multi/test_reward_models_run.py::test_reward_models_scores_are_the_rewards_of_grpo"
         ),
@@ -336,9 +336,9 @@ def test_pairs_recipes_that_draw_as_grpo_take_votes_as_labels(kind, tmp_path):
     assert 0.3 < np.mean(outcomes) < 1, "the known answer 9 would give 0"
 
 
-@pytest.mark.parametrize("kind", [Dapo, LeanTango, Ppo, Tandem, Tango])
+@pytest.mark.parametrize("kind", [Dapo, Ppo, Tandem, Tango])
 def test_pairs_every_recipe_with_a_reward_model_mixes_its_score_with_the_outcome(kind):
-    settings = {} if issubclass(kind, LeanTango | Tango) else {"updates": 1, "template": "plain"}
+    settings = {} if kind is Tango else {"updates": 1, "template": "plain"}
     recipe = kind(reward_model=RewardModel(weight=0.25), **settings)
     rollouts = [solution("c", outcome=outcome) for outcome in (0.0, 1.0)]
     rollouts = [replace(rollout, values={"value": np.zeros(len(rollout.tokens))}) for rollout in rollouts]

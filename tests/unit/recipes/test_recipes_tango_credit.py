@@ -27,7 +27,7 @@ from toys import graded
 from megatron_rl.algorithms.advantages import StepCredit, assign_advantages, step_rewards
 from megatron_rl.config.plugins import build
 from megatron_rl.config.schema import ConfigError, Use
-from megatron_rl.recipes.tango import LeanTango, Tango
+from megatron_rl.recipes.tango import Tango
 from megatron_rl.texts.tags import boxed
 from megatron_rl.types import STEP, Outcome
 
@@ -229,13 +229,10 @@ def test_alpha_may_be_one_number_for_each_rollout(texts):
 )
 def test_settings_that_cannot_be_are_refused(args, message):
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        build(Use(target="megatron_rl.recipes.tango:LeanTango", args=args))
+        build(Use(target="megatron_rl.recipes.tango:Tango", args=args))
 
 
-def test_the_defaults_are_the_settings_that_were_ahead_at_equal_time():
-    own = LeanTango()
-    assert (own.reviewed, own.step_credit, own.alpha_start, own.alpha_min) == ("failed", OWN, 1.0, 1.0)
-    assert own.generator_iterations == 9
+def test_the_defaults_are_the_papers():
     paper = Tango()
     assert (paper.reviewed, paper.step_credit, paper.alpha_start, paper.alpha_min) == ("all", StepCredit(), 0.1, 1e-3)
 

@@ -33,7 +33,7 @@ from megatron_rl.types import STEP, Annotations, Author, Rollout, Stop, spans_of
 
 CONFIG = """
 run: {name: demo, seed: 7}
-recipe: {target: "megatron_rl.recipes.tango:LeanTango", args: {alpha_start: 0.3}}
+recipe: {target: "megatron_rl.recipes.tango:Tango", args: {alpha_start: 0.3}}
 roles:
   generator: {model: {path: models/<tiny>}, optimizer: {lr: 1.5e-4}, layout: {tp: 2}}
   verifier: {model: {path: models/tiny}, optimizer: {lr: 1.0e-4}}

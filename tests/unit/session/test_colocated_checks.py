@@ -36,7 +36,7 @@ G, V = "generator", "verifier"
 
 def settings(**engine):
     roles = {name: RoleConfig(model=Model(path="Qwen/Qwen2.5-7B", dtype="bfloat16")) for name in (G, V)}
-    recipe, data = Use(target="megatron_rl.recipes.tango:LeanTango"), PromptSet(path="data.jsonl")
+    recipe, data = Use(target="megatron_rl.recipes.tango:Tango"), PromptSet(path="data.jsonl")
     return TrainConfig(roles=roles, recipe=recipe, data=data, engine=Vllm(colocate=True, **engine))
 
 
