@@ -258,7 +258,7 @@ class Submit(Arguments):
 
 
 class Doctor(Arguments):
-    """check whether this host has what a run needs: versions, GPUs, network, files, memory, Slurm"""
+    """check whether this host has what a run needs: versions, GPUs, network, files, Slurm"""
 
     # settings of the run; without settings, only what every run needs is checked
     settings: list[str] = argument(metavar=METAVAR, nargs="*")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import math
 import os
 import shutil
 import socket
@@ -15,7 +14,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from packaging.specifiers import SpecifierSet
 from rich.console import Console
 from rich.markup import escape
@@ -27,9 +25,8 @@ from megatron_rl.config import hub_cache
 from megatron_rl.config.schema import ConfigError, RoleConfig, Servers
 from megatron_rl.jobs import slurm_commands, versions
 from megatron_rl.jobs.submit import engine_python
-from megatron_rl.models import lora_targets
 from megatron_rl.models.shape import Shape, read_shape
-from megatron_rl.planning import memory, totals
+from megatron_rl.planning import totals
 from megatron_rl.run import directory_lock
 from megatron_rl.run.environment_record import packages
 from megatron_rl.run.run_directory import RunDirectory
@@ -43,8 +40,6 @@ PACKAGES = {"torch": "", "megatron-core": ">=0.16.1,<0.20", "transformers": ""} 
 # MiB that are written to the run directory to measure its speed. {True: in the quick check; False: in the full check}
 PROBE_MIB = {True: 1, False: 64}
 SLOW_MIB_S = 20.0  # a file system that writes fewer MiB per second is reported as slow
-# Fraction of a GPU's memory that activations and buffers may need in addition to weights, gradients and optimizer.
-OTHER_SHARE = 0.5
 GIB = 1 << 30
 ELSEWHERE = "on a login node this says nothing about the nodes of a job"
 NO_FLOCK = (
@@ -86,7 +81,6 @@ def examine(spec: Spec | None, profile: Profile | None, *, quick: bool, environm
         parts += [lambda: _files(spec.directory, quick), lambda: _space(spec, quick), lambda: _inputs(spec, quick)]
         parts += [] if quick else [lambda: _hub(spec, environment)]
         parts += [] if engine is None else [lambda: _engine(engine, profile, environment)]
-        parts += [] if quick else [lambda: _memory(spec, profile)]
     if not quick:
         parts.append(lambda: _slurm(profile))
     return [check for part in parts for check in part()]
@@ -231,24 +225,27 @@ def _files(directory: Path, quick: bool) -> Iterator[Check]:
 
 def _space(spec: Spec, quick: bool) -> Iterator[Check]:
     """Checks the free space of the run directory's file system. At least 1 GiB must be free. A training run needs space
-    for the exported models, and for the checkpoints that are still missing up to run.keep + 1, but at least one."""
+    for the exported models, and for the checkpoints that are still missing, but at least one. The sizes and the numbers
+    of checkpoints and models are those of `plan`."""
     directory = place = spec.directory
     while not place.exists():
         place = place.absolute().parent
     free, need, text, unknown = shutil.disk_usage(place).free / GIB, 1.0, "", ""
     if isinstance(spec, TrainingSpec) and not quick:
         with contextlib.suppress(ConfigError, ValueError):  # reported by _inputs
-            size = models = 0.0
-            for role in (role for role in spec.roles.values() if role.has_policy):
+            best = spec.loop.evaluation.best if isinstance(spec, RunSpec) else None
+            best_count, size, models = best.keep if best else 0, 0.0, 0.0
+            for name in spec.trained_policies if isinstance(spec, RunSpec) else spec.roles:
+                role = spec.roles[name]
                 if (shape := _shape(role)) is None:
                     unknown = f"; the run may need more: the size of {role.model.path} is unknown"
                     continue
                 checkpoint, model = totals.saved_bytes(role, shape)
                 size, models = size + checkpoint / GIB, models + model / GIB
             existing = len([*RunDirectory(directory).checkpoints.glob("iteration_*")])
-            count = max(1, spec.run.keep + 1 - existing)
-            need = max(need, count * size + models)
-            text = f"; {count} more checkpoints of {size:.3g} GiB (run.keep + 1), and models at the end: {need:.3g} GiB"
+            count = max(1, spec.run.keep + 1 + best_count - existing)
+            need = max(need, count * size + (1 + best_count) * models)
+            text = f"; {count} more checkpoints of {size:.3g} GiB, and models: {need:.3g} GiB"
     if unknown and free > need:
         yield Check("space there", f"{free:.3g} GiB free{unknown}", "note", "fetch the model first, or see `plan`")
         return
@@ -336,45 +333,6 @@ def _shared(transport: str, trainer: Mapping[str, str], engine: Mapping[str, str
         return Check(what, "; ".join(different), "wrong" if bad else "note", cure + slow)
     nccl = versions.nccl(trainer)
     return Check(what, f"{trainer.get('torch', 'none')} in both" + (f", NCCL {nccl}" if nccl else ""))
-
-
-def _memory(spec: Spec, profile: Profile | None) -> Iterator[Check]:
-    """Compares the memory that a rank needs for the weights, gradients and optimizer of all roles with the memory
-    available to a rank: the GPU's memory, or, without GPUs, the host's memory divided by the number of ranks."""
-    ranks = 1 if profile is None else profile.ranks_per_node
-    need, settings = list[tuple[float, float]](), spec.engine.settings if isinstance(spec, RunSpec) else None
-    # With colocated servers, a role that is not being trained releases all its memory, including its weights.
-    leaves = isinstance(settings, Servers) and settings.colocate
-    for name, role in spec.roles.items() if isinstance(spec, TrainingSpec) else ():
-        try:
-            shape = _shape(role)
-        except (ConfigError, ValueError):
-            return  # reported by _inputs
-        if shape is None:
-            yield Check("memory", f"unknown: no config.json of {role.model.path} here", "note", "fetch the model first")
-            return
-        unit = math.lcm(role.layout.model_ranks, role.layout.expert_ranks)
-        actor = memory.Actor.of(role, shape, max(1, ranks * spec.cluster.job.nodes // unit) * unit)
-        shared = lora_targets.owners(spec.roles).get(name, name) != name
-        stages = (memory.resident(actor, stage, shared=shared) for stage in range(role.layout.pp))
-        held = max(stages, key=lambda held: held.resident)
-        # Appends the memory of the role in bytes: (while this role is trained, while another role is trained).
-        need.append((held.resident, 0.0 if leaves else held.weights if role.sleep else held.resident))
-    most = max((awake - asleep for awake, asleep in need), default=0.0) + sum(asleep for _, asleep in need)
-    needed, (have, where) = most / GIB, _room(ranks)
-    verdict: Verdict = "wrong" if needed > have else "note" if needed > have * (1 - OTHER_SHARE / 2) else "ok"
-    cure = "" if verdict == "ok" else "raise layout.tp or pp, add nodes, or set sleep: true on the roles"
-    description = f"{needed:.1f} GiB a rank for weights, gradients and optimizer; {have:.1f} GiB {where}"
-    yield Check("memory", description, verdict, cure)
-
-
-def _room(ranks: int) -> tuple[float, str]:
-    """Returns (memory available to a rank in GiB, text that names this memory, such as "on each GPU here")."""
-    if shutil.which("nvidia-smi"):
-        with contextlib.suppress(slurm_commands.SlurmError, ValueError):
-            output = slurm_commands.run(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
-            return min(float(line) for line in output.splitlines()) / 1024, "on each GPU here"
-    return psutil.virtual_memory().total / GIB / ranks, "of this host's memory for each of its ranks"
 
 
 def _slurm(profile: Profile | None) -> Iterator[Check]:
