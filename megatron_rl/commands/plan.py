@@ -52,10 +52,8 @@ def run(args: argparse.Namespace) -> int:
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
     plan = make(case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
-    if auto:
-        case = case.with_staleness(best_staleness(found_schedules))
-        plan = make(case)
-    plan = simulated(case, plan)
+    case = case.with_staleness(best_staleness(found_schedules)) if auto else case
+    plan = simulated(case, make(case) if auto else plan)
     [schedule] = [one for one in found_schedules if one.max_staleness == case.spec.loop.rollouts.ahead]
     run_totals = totals.of_training(case, plan, rows, fills)
     proposals = searching.search(case) if args.search else []
