@@ -1,0 +1,109 @@
+"""Which updates run at the same time, and in which order their engines get the weights (loop.Flights)."""
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_rl.run.metrics import Stopwatch
+from megatron_rl.training import loop
+from megatron_rl.training.iteration import Collected, Iteration
+from megatron_rl.training.lessons import Credited, Lesson
+from megatron_rl.training.progress import Progress
+
+RANKS = {"generator": range(2), "verifier": range(2, 4), "critic": range(1, 3), "judge": range(4, 5)}
+
+
+class Notes:
+    """A run whose updates end only when they are waited for, and that notes what happens."""
+
+    def __init__(self, schedule, *, ahead=0, silent=(), save_every=0):
+        self.events, self.silent = [], silent
+        self.iterations = [
+            Iteration(cycle=0, index=i, roles=tuple(roles.split()), number=i, updates={})
+            for i, roles in enumerate(schedule)
+        ]
+        fleet = SimpleNamespace(
+            begin=lambda number: None, end=lambda: None, generate=lambda: None, occupied_s=lambda: None,
+            apart=lambda a, b: {*RANKS[a]}.isdisjoint(RANKS[b]), update=self.update,
+            refit=lambda policy, version: self.events.append(f"refit {policy} {version}"),
+        )  # fmt: skip
+        rollouts = SimpleNamespace(
+            take=lambda iteration, meanwhile: Collected(rollouts={}, metrics={}, credited=True),
+            trained=lambda: self.events.append("trained"),
+            wait_until_written=lambda number: self.events.append(f"written {number}"), state=dict,
+        )  # fmt: skip
+        desk = SimpleNamespace(
+            requests=lambda iteration: {}, lessons=self.lessons, policy_of={name: name for name in RANKS},
+        )  # fmt: skip
+        checkpoints = SimpleNamespace(settle=lambda wait: None, save=lambda number, state: self.events.append("save"))
+        self.parts = loop.Parts(
+            fleet=fleet, rollouts=rollouts, desk=desk, examiner=None, checkpoints=checkpoints,
+            observe=lambda event: None, leave=lambda: False, watch=Stopwatch(),
+        )  # fmt: skip
+        self.plan = loop.Plan(iterations=len(schedule), ahead=ahead, refits_wait=ahead > 0, save_every=save_every)
+
+    def lessons(self, iteration, collected, versions):
+        found = [Lesson(policy=r, roles=(r,), rollouts=[], signal=r not in self.silent) for r in iteration.roles]
+        return Credited(lessons=found, rollouts={}, metrics={})
+
+    def update(self, lesson, learning):
+        self.events.append(f"begin {lesson.policy}")
+        notes = self
+
+        class Ending(Future):
+            def result(self, timeout=None):
+                notes.events.append(f"end {lesson.policy}")
+                return {}
+
+        return Ending()
+
+    def run(self):
+        flights = loop.Flights(self.parts, self.plan, Progress(), len(self.iterations))
+        for iteration in self.iterations:
+            flights.land_before(iteration)
+            flights.begin(iteration, None)
+        flights.land(0)
+        return ", ".join(self.events)
+
+
+@pytest.mark.parametrize(
+    ("roles", "events"),
+    [
+        ("generator verifier", "begin 1, begin 2, end 1, refit 1, end 2, refit 2"),
+        ("generator critic", "begin 1, end 1, refit 1, begin 2, end 2, refit 2"),
+    ],
+)
+def test_placement_of_policies_apart_lets_the_updates_of_an_iteration_run_at_the_same_time(roles, events):
+    found = Notes([roles]).run().replace(" 1,", ",")
+    for place, role in enumerate(roles.split(), 1):
+        found = found.replace(role, str(place))
+    assert found == f"{events}, trained"
+
+
+def test_placement_with_rollouts_ahead_lets_iterations_of_policies_apart_overlap():
+    events = Notes(["generator", "verifier", "generator"], ahead=1).run().split(", ")
+    assert events.index("begin verifier") < events.index("end generator"), "iteration 1 begins in iteration 0"
+    second = [place for place, event in enumerate(events) if event == "begin generator"][1]
+    assert events.index("refit generator 1") < second, "the engine gets the weights before the trainer changes them"
+    assert events.index("written 1") < events.index("refit generator 1"), "of the iteration that the old weights write"
+    assert events.count("trained") == 3 and events[-2] == "refit generator 2"
+
+
+def test_placement_on_shared_ranks_completes_an_iteration_before_the_next():
+    assert Notes(["generator", "critic"], ahead=1).run() == (
+        "begin generator, end generator, written 1, refit generator 1, trained, "
+        "begin critic, end critic, written 2, refit critic 1, trained"
+    )
+
+
+def test_placement_without_ahead_and_before_a_checkpoint_completes_an_iteration_before_the_next():
+    alone = Notes(["generator", "verifier"]).run()
+    assert alone.index("trained") < alone.index("begin verifier")
+    saved = Notes(["generator", "verifier"], ahead=1, save_every=1).run()
+    assert saved.index("save") < saved.index("begin verifier")
+
+
+def test_placement_of_a_policy_without_signal_is_no_update():
+    events = Notes(["generator verifier"], silent=("generator",)).run()
+    assert events == "begin verifier, end verifier, refit verifier 1, trained"
