@@ -340,8 +340,6 @@ class _Opener:
             return {role: [start(role, replica) for replica in replicas] for role in engines.server_roles}
 
         def start_all() -> dict[str, list[str]]:
-            if engines.hosts == 1:
-                return start_share(0)
             firsts = commands.each("engines/first", [None] * world.size)
             if sum(firsts) != engines.hosts:
                 raise ConfigError(
@@ -352,6 +350,8 @@ class _Opener:
             shares = commands.each("engines/start", hosts)
             return {role: [url for urls in shares for url in urls[role]] for role in engines.server_roles}
 
+        if engines.hosts == 1:  # in the main thread: the kernel ends a server when the thread that started it ends
+            return world.from_leader(start_share, 0)
         commands.serve("engines/first", lambda _: servers.local_rank == 0)
         commands.serve("engines/start", start_share)
         return commands.drive(start_all)
