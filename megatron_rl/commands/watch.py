@@ -71,7 +71,7 @@ class ReportServer(ThreadingHTTPServer):
             self._strangers.pop(request, None)
 
     def shutdown_request(self, request: Any) -> None:
-        """Closes a connection."""
+        """Closes a connection, and no longer counts it among the connections without the token."""
         self.trust(request)
         super().shutdown_request(request)
 

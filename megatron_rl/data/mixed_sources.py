@@ -82,7 +82,7 @@ class MixedReader:
             reader.load_state_dict(state.get("sources", {}).get(name, {}))
 
     def _draw(self, weights: Mapping[str, float]) -> str:
-        """Returns the source of the next draw."""
+        """Returns the name of the next source, so that each source's share of any draws in a row is near its weight."""
         place = (self._start + self._draws * GOLDEN) % SIZE / SIZE * sum(weights.values())
         self._draws += 1
         for name, weight in weights.items():

@@ -264,7 +264,7 @@ class EpisodesPlay:
 
 
 def _result(running: _Underway, over: EpisodeEnd) -> Episode:
-    """Returns the result of an episode that has ended."""
+    """Returns an episode whose outcome is a failure, and which has no rollouts, if the environment's end is invalid."""
     try:
         over = checked_end(over, {name: agent.answers for name, agent in running.agents.items()})
     except EnvironmentFailure as error:

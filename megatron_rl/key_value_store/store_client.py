@@ -96,7 +96,6 @@ class KeyValueClient:
         self._ask(Verb.APPEND, [key.encode(), value])
 
     def num_keys(self) -> int:
-        """Returns the number of keys."""
         return int(self._ask(Verb.NUM_KEYS, [])[0])
 
     def close(self) -> None:

@@ -16,7 +16,6 @@ class LoopThread:
     event loop (as in a notebook)."""
 
     def __init__(self, name: str) -> None:
-        """`name`: the name of the thread."""
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)

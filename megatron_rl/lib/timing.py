@@ -62,7 +62,6 @@ class Timer:
         return measured
 
     def clear(self) -> None:
-        """Discards all measurements."""
         self._marks.clear()
 
     def take(self) -> dict[str, float]:

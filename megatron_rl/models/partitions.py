@@ -31,7 +31,6 @@ class Rect(NamedTuple):
 
     @property
     def elements(self) -> int:
-        """Returns the number of elements of the slice."""
         return self.rows * self.columns
 
 

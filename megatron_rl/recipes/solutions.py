@@ -48,7 +48,6 @@ class Solution:
 
     @property
     def steps(self) -> list[str]:
-        """The text of each reasoning step."""
         return step_texts(self.text)
 
     @property

@@ -119,7 +119,6 @@ class Wiring:
         return self._transports[self._kind(trainer, engine)], self._numbers[peer]
 
     def close(self) -> None:
-        """Closes all transports."""
         for transport in self._transports.values():
             transport.close()
 

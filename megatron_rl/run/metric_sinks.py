@@ -105,7 +105,6 @@ class WandB(Sink):
         self._run.log({**row.flat, "iteration": iteration, "cycle": cycle})
 
     def show(self, iteration: int, scope: str, samples: Sequence[Sample]) -> None:
-        """Sends a table of the samples."""
         import wandb
 
         rows: list[Any] = [[iteration, s.group, s.prompt, s.response, s.told_rewards, s.length] for s in samples]

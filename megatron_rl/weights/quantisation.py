@@ -43,7 +43,6 @@ class Format:
 
     @property
     def scale_bytes(self) -> int:
-        """Returns the number of bytes of a scale."""
         return 4 if self.scales == "float32" else 1
 
     @property
