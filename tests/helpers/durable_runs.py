@@ -165,9 +165,9 @@ class Killed(Collector):
 
     last: int
 
-    def take(self, iteration: Iteration) -> Collected:
+    def take(self, iteration: Iteration, meanwhile: Callable[[], None] = lambda: None) -> Collected:
         self.taken = iteration.number
-        return super().take(iteration)
+        return super().take(iteration, meanwhile)
 
     def trained(self) -> None:
         super().trained()

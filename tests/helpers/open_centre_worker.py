@@ -34,8 +34,8 @@ class Farthest(Collector):
         super().__init__(*arguments, **settings)
         self._leave_after = leave_after
 
-    def take(self, iteration):
-        collected = super().take(iteration)
+    def take(self, iteration, meanwhile=lambda: None):
+        collected = super().take(iteration, meanwhile)
         wait([done for _, done in self._flights])
         if iteration.number + 1 == self._leave_after:
             (self._store.directory.parent / STOP).touch()
