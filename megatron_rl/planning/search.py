@@ -15,7 +15,7 @@ from megatron_rl.config.model import WEIGHT_BYTES
 from megatron_rl.config.schema import Embedded, Layout, RoleConfig
 from megatron_rl.models.divisibility import allowed, engine_violations, trainer_problems
 from megatron_rl.models.shape import Shape
-from megatron_rl.planning.case import Case
+from megatron_rl.planning.case import PER_NODE, Case
 from megatron_rl.planning.hardware import GIB
 from megatron_rl.planning.placements import Candidate, Placements
 from megatron_rl.planning.plan import RunPlan, make_or_none
@@ -237,7 +237,9 @@ def _best(base: Case, candidates: Sequence[Candidate], keep: int) -> list[Propos
     plans = [(candidate.case, make_or_none(candidate.case)) for candidate in candidates]
     fitting = [(case, simulated(case, plan)) for case, plan in plans if plan is not None and not plan.problems]
     fitting.sort(key=lambda pair: pair[1].cycle_s)
-    accepted = (pair for pair in fitting if pair[0].passes())
+    # a config with one rank and servers beside it stands for a whole node of PER_NODE GPUs (own_cluster)
+    alone = base.cluster.nodes == 1 and base.cluster.per_node != PER_NODE
+    accepted = (pair for pair in fitting if pair[0].passes() and not (alone and pair[0].ranks == 1))
     return [
         _grown(base, Proposal(case=case, plan=plan, overrides=overrides(base, case)))
         for case, plan in itertools.islice(accepted, keep)
