@@ -77,6 +77,7 @@ class Commands:
         self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
         self._driving = False
         self._ended = False  # on rank 0: whether the driver has ended, so that no thread may post any more
+        self._driver: int | None = None  # id of the driver's thread, on rank 0
         self._threads: list[threading.Thread] = []
         self._handling: int | None = None  # id of the thread that runs a handler
 
@@ -147,6 +148,10 @@ class Commands:
             return self._work()
         finally:
             self._driving = False
+
+    def in_driver(self) -> bool:
+        """Returns whether this is the driver's thread itself, and not one of the threads that the driver started."""
+        return self._driving and self._driver == threading.get_ident()
 
     def longest(self) -> tuple[float, str] | None:
         """Returns (seconds since the turn of the command came on all its ranks, description) of the command that has
@@ -241,6 +246,7 @@ class Commands:
         each thread."""
         if device is not None:
             torch.cuda.set_device(device)
+        self._driver = threading.get_ident()
         order, packed = (RETURN,), bytearray()
         try:
             own = function(*args)

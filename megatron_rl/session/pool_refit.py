@@ -41,7 +41,7 @@ class PoolRefit:
         commands.serve(self._call, self._attempt)
         commands.serve(f"{self._call}/write", self._write)
         if pool is not None:
-            pool.refresh = self._refresh
+            pool.refresh, pool.owned = self._refresh, commands.in_driver
 
     def __call__(self, version: int) -> None:
         """Transfers the weights of `version` to the servers.

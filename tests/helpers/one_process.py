@@ -1,5 +1,6 @@
 """A world and commands of one rank without torch.distributed, for tests of code that needs no process group."""
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -39,6 +40,10 @@ class CommandsAtOnce(Commands):
 
     def __init__(self) -> None:
         super().__init__(OneProcess())
+        self._driver = threading.get_ident()
+
+    def in_driver(self) -> bool:
+        return self._driver == threading.get_ident()
 
     def _post(
         self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""

@@ -117,7 +117,7 @@ class ServerEngine:
 class Pool(ServerEngine):
     """The servers of one role that a server registry lists, used as one engine on the driver (rank 0).
 
-    The thread that created the pool owns it: weight syncs (refits) and `close` must be called from this thread.
+    One thread at a time owns the pool: weight syncs (refits) and `close` must be called from this thread.
 
     `connect`: creates the client of a listed server.
     `listed`: role under which the servers are listed, if several roles share them.
@@ -125,6 +125,7 @@ class Pool(ServerEngine):
     `refresh`: if set, callback that sends the current weights to the given replicas while the other servers answer
     requests. All ranks must take part in this, so the pool calls `refresh` only inside calls of the owner thread, when
     a server lacks the current weights.
+    `owned`: callback that returns whether the present thread owns the pool; by default the thread that created it.
     `shared`: the GPUs that servers of other roles also use.
     """
 
@@ -137,7 +138,8 @@ class Pool(ServerEngine):
         # It puts all servers to sleep, sends the current weights to servers that lack them, and wakes all servers.
         self.sleep_all: Callable[[], None] | None = None
         self._colocated = settings.colocate
-        self._owner = threading.get_ident()
+        creator = threading.get_ident()
+        self.owned: Callable[[], bool] = lambda: threading.get_ident() == creator
         members = ListedMembers(role, settings, registry, connect, fixed=fixed, look_s=look_s, listed=listed)
         self._threads = concurrent.futures.ThreadPoolExecutor(members.limits.servers, f"refits-{role}")
         self._loads: dict[Member, concurrent.futures.Future[list[Action]]] = {}  # servers that load weights
@@ -233,7 +235,7 @@ class Pool(ServerEngine):
         """Sends the current weights to servers that do not have them. A no-op in threads other than the owner thread,
         and during a weight sync (refit).
         """
-        if self.refresh is None or self.version < 0 or self._loads or threading.get_ident() != self._owner:
+        if self.refresh is None or self.version < 0 or self._loads or not self.owned():
             return
         # A server whose last weight sync failed recently is left alone for a while.
         latest = time.monotonic() - min(AGAIN_S, self.members.limits.wait_s / 4)

@@ -5,6 +5,7 @@ nobody is tried again.
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from megatron_rl.config.schema import (
 )  # fmt: skip
 from megatron_rl.engines.protocol import EngineError, Sampling, complete
 from megatron_rl.engines.vllm.settings import Vllm
+from megatron_rl.messages.commands import Commands
 from megatron_rl.refit.trainer_side import TrainerSide
 from megatron_rl.refit.transport import RefitError
 from megatron_rl.session.adapter_refit import AdapterFiles
@@ -73,10 +75,10 @@ class Driver:
         self.lines.append(metrics)
 
 
-def pool_refit(side, pool, driver, *, staging: str = "auto") -> PoolRefit:
+def pool_refit(side, pool, driver, *, staging: str = "auto", commands: Commands | None = None) -> PoolRefit:
     """Returns the refit of a run with one trainer rank."""
     settings = RefitConfig(timeout_s=5.0, staging=staging)  # type: ignore[arg-type]
-    return PoolRefit(CommandsAtOnce(), "generator", [0], side, side.address, pool, driver, settings)
+    return PoolRefit(commands or CommandsAtOnce(), "generator", [0], side, side.address, pool, driver, settings)
 
 
 def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_them(run_engines: RunEngines):
@@ -95,6 +97,25 @@ def test_the_runs_refits_bring_all_servers_to_the_weights_and_late_ones_after_th
     failed_at(pool, 1, -1e9)  # long ago
     assert right(complete(pool, PROMPTS, SAMPLING)) and len(side.calls) == 4
     assert len(driver.lines) == 3, "a refresh that failed was written down as one that went well"
+
+
+def test_late_servers_come_to_the_weights_in_the_drivers_thread_and_in_no_other(run_engines: RunEngines):
+    """The pool let only the thread that had made it send weights to late servers, and the driver is another thread."""
+    run_engines.start(0)
+    commands, pool, side = Commands(OneProcess()), run_engines.open(), Side()
+    refit = pool_refit(side, pool, Driver(), commands=commands)
+
+    def drive():
+        refit(7)
+        run_engines.start(1)
+        run_engines.living(2)
+        with ThreadPoolExecutor(1) as beside:  # as an episode
+            assert right(beside.submit(complete, pool, PROMPTS, SAMPLING).result())
+        assert side.calls == [(7, [0])]
+        assert right(complete(pool, PROMPTS, SAMPLING))
+
+    commands.drive(drive)
+    assert side.calls == [(7, [0]), (7, [1])]
 
 
 class StagedSide(TrainerSide):
