@@ -26,120 +26,19 @@ from megatron_rl.training.preflight import PreflightFailure, check_reward
 from megatron_rl.types import Prompt
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TRAIN = [
-    *(
-        f"published/{name}"
-        for name in (
-            "tango_qwen2.5_7b",
-            "tango_gae_qwen2.5_7b",
-            "tango_evaluated_qwen2.5_7b",
-            "tango_llama3.1_8b",
-            "tango_32b_1.5b",
-            "grpo_qwen2.5_7b",
-            "grpo_chat_qwen2.5_7b",
-            "grpo_fp8_qwen3_30b_a3b",
-            "grpo_nemo_rl_qwen3_30b_a3b",
-            "tandem_qwen3_4b",
-            "tandem_evaluated_qwen3_4b",
-            "tango_rloo_qwen2.5_7b",
-            "tango_reinforce_pp_qwen2.5_7b",
-            "dapo_qwen2.5_32b",
-            "scalerl_qwen3_8b",
-            "mixed_qwen2.5_7b",
-            "distil_qwen3_1.7b",
-            "distil_llama3.2_1b_from_qwen3_4b",
-            "hacpo_qwen3_4b_llama3.2_3b",
-            "rubric_qwen3_30b_a3b",
-            "verif_r1_distill_qwen_7b",
-            "pairwise_qwen3_8b",
-            "entailment_qwen3_32b",
-            "ssrl_llama3.2_3b",
-            "evolve_qwen2.5_3b",
-            "evolve_three_qwen2.5_3b",
-            "evolve_7b_3b_1.5b",
-            "self_play_r_zero_qwen3_4b",
-            "self_play_ssp_qwen2.5_7b",
-            "tango_lora_qwen2.5_7b",
-            "search_r1_qwen2.5_7b",
-            "retool_qwen2.5_32b",
-        )
-    ),
-    *(
-        f"published/methods/{name}"
-        for name in (
-            "grpo",
-            "dr_grpo",
-            "ppo",
-            "lite_ppo",
-            "gmpo",
-            "w_reinforce",
-            "rover",
-            "ghpo",
-            "opmd",
-            "asymre",
-            "gspo",
-            "sapo",
-            "vespo",
-        )
-    ),
-    *(
-        f"miniatures/{name}"
-        for name in (
-            "last_letter/tango",
-            "last_letter/grpo",
-            "last_letter/ppo",
-            "last_letter/online_dpo",
-            "last_letter/votes",
-            "gsm8k/tango",
-            "rubric/rubric",
-            "evolve/three",
-            "evolve/shared",
-            "self_play/self_play",
-            "reward_model/scored",
-            "reward_model/graded",
-            "pairwise/pairwise",
-            "ssrl/ssrl",
-            "agent/agent",
-            "tango_agent/tango",
-            "poker/poker",
-            "search/search",
-            "python/python",
-        )
-    ),
-    *(
-        f"studies/{name}"
-        for name in (
-            "tandem_last_letter/tandem",
-            "real_model/grpo",
-            "real_model/tango",
-        )
-    ),
-]
-SFT = [
-    "published/sft_qwen2.5_math_7b",
-    "published/sft_llama3.1_8b",
-    "miniatures/last_letter/sft",
-    "miniatures/evolve/sft",
-    "miniatures/self_play/sft",
-    "miniatures/reward_model/reward",
-    "miniatures/ssrl/sft",
-    "miniatures/agent/sft",
-    "miniatures/tango_agent/sft",
-    "miniatures/poker/sft",
-    "miniatures/search/sft",
-    "miniatures/python/sft",
-    "studies/real_model/sft",
-]
-EVAL = ["published/eval_tango_qwen2.5_7b", "published/eval_tandem_qwen3_4b"]
+GENERATE = ["published/generate_sft_llama3.1_70b"]
+FOUND = sorted(str(path.relative_to(EXAMPLES).with_suffix("")) for path in EXAMPLES.rglob("*.yaml"))
+SFT = [name for name in FOUND if re.search(r"/(sft\b|sft_|reward$)", name)]
+EVAL = [name for name in FOUND if "/eval_" in name]
+TRAIN = [name for name in FOUND if name not in {*GENERATE, *SFT, *EVAL}]
 
 
 def load(schema, name):
     return config_files.load(schema, [EXAMPLES / f"{name}.yaml"])
 
 
-def test_every_example_is_tested():
-    found = {str(p.relative_to(EXAMPLES).with_suffix("")) for p in EXAMPLES.rglob("*.yaml")}
-    assert found == {*TRAIN, *SFT, *EVAL, "published/generate_sft_llama3.1_70b"}
+def test_each_example_has_a_command():
+    assert (len(SFT), len(EVAL)) == (13, 2) and set(GENERATE) <= set(FOUND) and len(TRAIN) > 60
 
 
 @pytest.mark.parametrize("name", TRAIN)
@@ -168,7 +67,7 @@ def test_eval_examples_are_valid(name):
     assert all(benchmark(own.name).template and not benchmark(own.name).judged for own in sets_of(config.sets))
 
 
-@pytest.mark.parametrize("name", [*TRAIN, *EVAL, "published/generate_sft_llama3.1_70b"])
+@pytest.mark.parametrize("name", [*TRAIN, *EVAL, *GENERATE])
 def test_models_of_7b_and_more_have_servers(name):
     """The evaluation of a 7B model was written by the embedded engine, which holds the model on every rank."""
     text = (EXAMPLES / f"{name}.yaml").read_text()
@@ -190,7 +89,7 @@ def test_models_of_7b_and_8b_train_without_full_recomputation(name):
 
 def test_generate_example_is_valid():
     """The numbers of the release's scripts/run_sft_data_generation.sh and data_preprocess/split_parquet.py."""
-    config = load(GenerateConfig, "published/generate_sft_llama3.1_70b")
+    config = load(GenerateConfig, GENERATE[0])
     config_checks.check(config, 1)
     assert (config.max_prompt_tokens, config.validation_share, config.keep_truncated, config.chat) == (
         1024,
