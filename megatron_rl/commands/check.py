@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.commands import staleness
+from megatron_rl.commands import automatic
 from megatron_rl.commands.settings import load, split
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     config."""
     command, config = load(args.settings, args.schema)
     ranks, lines = args.ranks or config.launch.nproc, list[str]()
-    config = staleness.chosen(config, ranks, say=lines.append)
+    config = automatic.chosen(config, ranks, say=lines.append)
     # If the number of ranks is not launch.nproc, torchrun or srun starts them, maybe on several hosts. This host then
     # counts as a host of one rank, because at least one rank must run on each host.
     host = Host(config.launch.nproc if ranks == config.launch.nproc else 1, has_gpu(os.environ))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
@@ -50,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     episodes = workload.episodes_of(spec.recipe, spec.roles, args.episode)
     work = workload.cycle_work(spec.recipe, spec.roles, prompts, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
+    if any(role.ranks == "auto" for role in config.roles.values()):
+        ranks = searching.best_ranks(case)[0]
+        case = case.with_roles(**{name: replace(role, ranks=ranks[name]) for name, role in case.roles.items()})
     plan = make(case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
     case = case.with_staleness(best_staleness(found_schedules)) if auto else case

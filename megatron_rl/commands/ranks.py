@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.slurm_job import job_from
-from megatron_rl.commands import settings, staleness
+from megatron_rl.commands import automatic, settings
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import refusing, without_passwords
@@ -78,13 +78,13 @@ def specify(
     args: argparse.Namespace, place: launch_ranks.Place | None, say: Callable[[str], object] = lambda text: None
 ) -> Spec:
     """Returns the specification of the run, after all checks. Rank 0, or the process that starts the ranks, also checks
-    this host. `place`: this process's rank; None if there is no launcher. `say`: see `staleness.chosen`."""
+    this host. `place`: this process's rank; None if there is no launcher. `say`: see `automatic.chosen`."""
     config = read(args)
     nproc, host = config.launch.nproc, None
     if place is None or place.rank == 0:
         host = Host(launch_ranks.ranks_on_host(place, nproc, os.environ), launch_ranks.has_gpu(os.environ))
     ranks = place.world_size if place else nproc
-    return resolve(staleness.chosen(config, ranks, say=say), ranks, host=host)
+    return resolve(automatic.chosen(config, ranks, say=say), ranks, host=host)
 
 
 def claim(spec: Spec) -> None:

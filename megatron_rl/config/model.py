@@ -351,9 +351,10 @@ class RoleConfig:
     # text. A role with a head generates no text and has no engine. With `same_as`, the value head is added to the other
     # role's policy, which keeps its output layer and needs loss.value_coef above 0. null: no head (a language model).
     head: Head | None = None
-    # The ranks that hold the role's model and train it: all, a range such as 8-15 (first and last rank), or a number,
-    # which takes the next free ranks in the order of the roles. Roles whose ranks are apart train at the same time. Two
-    # roles' ranks must be equal, apart, or one a part of the other (docs/how_to/placement.md).
+    # The ranks that hold the role's model and train it: all, a range such as 8-15 (first and last rank), a number,
+    # which takes the next free ranks in the order of the roles, or auto: the ranks with which the plan predicts the
+    # shortest cycle (in all roles, or in none). Roles whose ranks are apart train at the same time. Two roles' ranks
+    # must be equal, apart, or one a part of the other (docs/how_to/placement.md).
     ranks: int | str = "all"
     layout: Layout = field(default_factory=Layout)  # how the model is divided among the role's ranks
     # Train adapters (LoRA) instead of the model's weights; null: train the model's weights. Roles that train adapters

@@ -44,7 +44,7 @@ def alternatives(base: Case) -> list[Alternative]:
     if first is None:
         return []
     estimates, servers, staleness = [first], base.servers, base.spec.loop.rollouts.ahead
-    if servers is not None:  # the embedded engine does not support staleness
+    if servers is not None:  # with it, rollouts ahead of training save no time unless roles have ranks of their own
         embedded = _alternative(base.with_engine(Embedded()).with_staleness(0), base)
         estimates += [] if embedded is None else [embedded]
     choices = [case for case in engine_choices(base) if case.servers]

@@ -71,17 +71,24 @@ def simulated(case: Case, plan: RunPlan) -> RunPlan:
     return replace(plan, simulated_s=3600 / rate * sum(iteration.times for iteration in plan.iterations))
 
 
-def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
-    """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
-
-    `device`: name of the cluster's GPUs in hardware.DEVICES; "": the GPUs that a plan assumes by default. Raises
-    ConfigError if the sizes of a model are unknown, or if the layouts do not divide the cluster.
-    """
+def case_of(spec: RunSpec, device: str = "") -> Case:
+    """Returns a run on the cluster that its specification asks for. `device`: name of the cluster's GPUs in
+    hardware.DEVICES; "": the GPUs that a plan assumes by default. Raises ConfigError if the sizes of a model are
+    unknown."""
     nodes, per_node, assumed = own_cluster(spec.engine, spec.cluster).split("x")
     cluster = parse_cluster(f"{nodes}x{per_node}x{device or assumed}")
     work = cycle_work(spec.recipe, spec.roles, spec.run.prompts_per_iteration)
-    case = Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=work)
-    return str(cluster), schedules(case, make(case))
+    return Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=work)
+
+
+def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
+    """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
+
+    `device`: see `case_of`. Raises ConfigError if the sizes of a model are unknown, or if the layouts do not divide
+    the cluster.
+    """
+    case = case_of(spec, device)
+    return str(case.cluster), schedules(case, make(case))
 
 
 def best_staleness(simulations: Sequence[Schedule]) -> int:

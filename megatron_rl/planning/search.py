@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.engine_kinds import default_servers
 from megatron_rl.config.model import WEIGHT_BYTES
 from megatron_rl.config.schema import Embedded, Layout, RoleConfig
@@ -79,6 +80,39 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     kinds = {proposal.shared for proposal in ranked[:keep]}
     others = {proposal.shared: proposal for proposal in reversed(ranked[keep:]) if proposal.shared not in kinds}
     return [*ranked[:keep], *others.values()]
+
+
+def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
+    """Returns (the ranks of each role with which the run is fastest, seconds of a cycle with them, and with all roles
+    on all ranks). The ranks are values of roles.NAME.ranks. The last value is None if the roles do not fit together.
+
+    Layouts, micro-batches and engines are the configured ones. Raises ConfigError if nothing fits into memory.
+    """
+
+    def configured(case: Case, name: str, ranks: int) -> Iterator[RoleSpec]:
+        if not [*case.roles[name].layout.rank_problems(ranks)]:
+            yield case.roles[name]
+
+    plain = base.with_roles(**{name: replace(role, ranks=ALL) for name, role in base.roles.items()})
+    found = Placements(configured).candidates(plain, keep=1)
+    apart = sorted((one for one in found if not one.shared), key=lambda candidate: candidate.seconds)[:SIMULATED]
+    cases = [plain, *(plain.with_roles(**_placed(plain, candidate.case)) for candidate in apart)]
+    plans = [(case, make_or_none(case)) for case in cases]
+    fitting = [
+        (case, simulated(case, plan).cycle_s)
+        for case, plan in plans
+        if plan is not None and not plan.problems and case.passes()
+    ]
+    if not fitting:
+        raise ConfigError("no ranks of the roles fit into memory with these layouts: see `megatron-rl plan --search`")
+    case, seconds = min(fitting, key=lambda pair: pair[1])
+    ranks = {name: str(role.ranks) for name, role in case.roles.items()}
+    return ranks, seconds, next((own for one, own in fitting if one is plain), None)
+
+
+def _placed(base: Case, case: Case) -> dict[str, RoleSpec]:
+    """Returns the roles of `base` with the ranks that they have in `case`."""
+    return {name: replace(role, ranks=case.roles[name].ranks) for name, role in base.roles.items()}
 
 
 def advice(case: Case, base_plan: RunPlan) -> list[str]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import socket
 import stat
@@ -31,6 +32,8 @@ FREE_KEYS = (
     "run.dir", "run.name", "run.resume", "run.keep", "run.save_every", "run.async_save", "run.save_rollouts_every",
     "run.hang_after_s", "run.peak_tflops", "sinks", "job",
 )  # fmt: skip
+# settings for which a run chooses a value that it keeps, if the config says `auto`
+AUTOMATIC = re.compile(r"rollouts\.max_staleness|roles\..+\.ranks")
 WANDB_ID = "wandb_id"  # file in the logs with the id of the W&B run, which all starts of a run share
 SWEEP = "sweep.json"  # file in a sweep's directory: [{"run": name of the run's directory, "changes": {setting: value}}]
 ENDING_S = 3.0  # seconds that the last process of a killed run may need to end
@@ -227,8 +230,8 @@ def only_one(directory: Path, *, job: str = "", restart: int = 0) -> Iterator[No
 def config_changes(old_text: str, new_text: str) -> list[str]:
     """Returns `key: old -> new` for every setting that differs between two YAML configs, except FREE_KEYS.
 
-    The new value `auto` of rollouts.max_staleness counts as equal to any old value, because a resumed run keeps the
-    number that was chosen at the first start.
+    The new value `auto` counts as equal to any old value, because a resumed run keeps what was chosen at the first
+    start.
     """
     try:
         old, new = (flatten(parse(text, "config.yaml") or {}) for text in (old_text, new_text))
@@ -239,7 +242,7 @@ def config_changes(old_text: str, new_text: str) -> list[str]:
         f"{key}: {old.get(key, absent)} -> {new.get(key, absent)}"
         for key in sorted(old.keys() | new.keys())
         if old.get(key, absent) != new.get(key, absent)
-        and not (key == "rollouts.max_staleness" and new.get(key) == "auto")
+        and not (AUTOMATIC.fullmatch(key) and new.get(key) == "auto")
         and not any(key == free or key.startswith(f"{free}.") for free in FREE_KEYS)
     ]
 

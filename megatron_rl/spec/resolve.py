@@ -20,6 +20,7 @@ from megatron_rl.config.schema import HELD_OUT, EvalConfig, GenerateConfig, SftC
 from megatron_rl.models import registry
 from megatron_rl.spec import checks, missing_files, server_gpus
 from megatron_rl.spec.evaluated_sets import EvaluatedSet, evaluated_sets
+from megatron_rl.spec.rank_sets import ALL
 from megatron_rl.spec.run_spec import (
     ClusterSpec,
     DataSpec,
@@ -69,7 +70,7 @@ def specify(config: Config, ranks: int) -> tuple[Spec, list[str]]:
     """Returns (unchecked specification of a config, list of error messages). The error messages are about evaluation
     sets that cannot be resolved, a recipe that cannot be built, and invalid stages. The field `recipe` of the
     specification is None if the recipe cannot be built."""
-    config = with_staleness(config)
+    config = settled(config)
     shared: dict[str, Any] = {
         "roles": roles_of(config),
         "engine": None if isinstance(config, SftConfig) else engine_of(config),
@@ -143,14 +144,24 @@ def _preflight(preflight: Preflight, *, enabled: bool, low_precision: bool) -> P
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def with_staleness(config: AnyConfig, number: int | None = None) -> AnyConfig:
-    """Returns the config with rollouts.max_staleness = auto replaced by a number: `number` if it is given, otherwise 1
-    if the engines can generate while the trainer trains, and 0 if they cannot."""
-    if not isinstance(config, TrainConfig) or config.rollouts.max_staleness != "auto":
+def settled(config: AnyConfig, *, staleness: int | None = None, ranks: Mapping[str, str] | None = None) -> AnyConfig:
+    """Returns the config with `auto` replaced in rollouts.max_staleness and in the ranks of roles.
+
+    `staleness`: the value of rollouts.max_staleness; None: 1 if the engines can generate while the trainer trains, and
+    0 if they cannot. `ranks`: {role: its ranks}; a role that is left out has all ranks.
+    """
+    if not isinstance(config, TrainConfig):
         return config
-    apart = isinstance(config.engine, Servers) and not config.engine.colocate
-    number = int(apart) if number is None else number
-    return dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_staleness=number))
+    if config.rollouts.max_staleness == "auto":
+        apart = isinstance(config.engine, Servers) and not config.engine.colocate
+        number = int(apart) if staleness is None else staleness
+        config = dataclasses.replace(config, rollouts=dataclasses.replace(config.rollouts, max_staleness=number))
+    if automatic := [name for name, role in config.roles.items() if role.ranks == "auto"]:
+        changed = {
+            name: dataclasses.replace(config.roles[name], ranks=(ranks or {}).get(name, ALL)) for name in automatic
+        }
+        config = dataclasses.replace(config, roles={**config.roles, **changed})
+    return config
 
 
 def _evaluated(
@@ -208,7 +219,7 @@ def roles_of(config: Config) -> dict[str, RoleSpec]:
     For other commands, returns one role per model, named after the model's setting: `model`, `junior`, `verifier` or
     `base`. Roles whose models have equal settings share one engine."""
     corrected = served = False
-    config = with_staleness(config)
+    config = settled(config)
     if isinstance(config, TrainConfig):
         corrected, roles = config.rollouts.ahead > 0 or config.engine.low_precision, config.roles
         served = isinstance(config.engine, Servers) and config.engine.serves_adapters

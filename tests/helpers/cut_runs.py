@@ -262,19 +262,19 @@ def assert_telling(run: Path, case: str, staleness: int, cut: int) -> None:
         assert sum(metrics[name][:cut]) and sum(metrics[name][cut:]), (name, metrics[name])
 
 
-def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]]) -> None:
-    """Runs all configs on two ranks, each with the number of iterations after which it is asked to leave.
+def run_all(base: Path, every: Sequence[tuple[Mapping[str, Any], int | None]], ranks: int = 2) -> None:
+    """Runs all configs on some ranks, each with the number of iterations after which it is asked to leave.
 
     Some by one start: gloo leaves threads of every process group behind, which wake up again and again.
     """
     files: list[Any] = []
     for i, (settings, leave_after) in enumerate(every):
-        (base / f"{i}.yaml").write_text(json.dumps(settings))
-        files.append([str(base / f"{i}.yaml"), free_port("127.0.0.1"), leave_after])
+        (base / f"{i}_{ranks}.yaml").write_text(json.dumps(settings))
+        files.append([str(base / f"{i}_{ranks}.yaml"), free_port("127.0.0.1"), leave_after])
     for first in range(0, len(files), AT_ONCE):
         some = files[first : first + AT_ONCE]
-        statuses = run_ranks(WORKER, 2, base / f"ranks{first}", json.dumps(some))
-        assert statuses == [[0 if leave_after is None else 130 for _, _, leave_after in some]] * 2
+        statuses = run_ranks(WORKER, ranks, base / f"ranks{ranks}_{first}", json.dumps(some))
+        assert statuses == [[0 if leave_after is None else 130 for _, _, leave_after in some]] * ranks
 
 
 def num_iterations(run: Path) -> int:

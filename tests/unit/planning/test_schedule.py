@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from plan_cases import spec_of
 
+from megatron_rl.commands.automatic import chosen
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.plan import run as plan_command
-from megatron_rl.commands.staleness import chosen
 from megatron_rl.config import files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
