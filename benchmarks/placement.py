@@ -220,6 +220,9 @@ def _drive(run: Run, iterations: int, fleet: SleepingFleet, commands: Commands, 
 class _Nothing:
     """Checkpoints that are not written."""
 
+    def begin(self, number: int) -> None:
+        return None
+
     def save(self, number: int, state: Mapping[str, Any]) -> int:
         return number
 

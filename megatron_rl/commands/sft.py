@@ -30,7 +30,8 @@ from megatron_rl.run.profiling import memory_explained, profiled
 from megatron_rl.run.run_directory import Interrupts
 from megatron_rl.session.builders import peak_flops
 from megatron_rl.session.launch_ranks import Place
-from megatron_rl.session.run_setup import Driver, Saver, open_driver, open_world_for
+from megatron_rl.session.run_setup import Driver, open_driver, open_world_for
+from megatron_rl.session.saving import Saver
 from megatron_rl.session.trained import export_model
 from megatron_rl.spec.run_spec import SftSpec
 from megatron_rl.texts.chat_template import tokenizer_of
@@ -123,8 +124,7 @@ def _train(
         other_row = Row() if driver_rows is None else samples[0 if step is None else order.before(step)]
         return _with_kl(world, policy, rollouts, other_row, spec.data.max_tokens) if "kl" in loss.needs else rollouts
 
-    ranks = {"model": range(world.size)}
-    saver = Saver(world, driver, {"model": policy.state}, ranks=ranks, background=spec.run.async_save)
+    saver = Saver(world, driver, policy.state, background=spec.run.async_save)
     driver.leave.begin()
     for step in todo:
         profile = profiled(spec.run.profile, driver.directory.path, iteration=step, rank=world.rank)

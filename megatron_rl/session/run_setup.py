@@ -7,20 +7,16 @@ import dataclasses
 import json
 import logging
 import os
-import shutil
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 from transformers.utils import logging as transformers_logging
 
 from megatron_rl.cluster.host_address import address_of_first_rank
@@ -30,20 +26,16 @@ from megatron_rl.cluster.watchdog import Watchdog
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import without_passwords
-from megatron_rl.devices.allocator import limit_arenas, return_free_pages
+from megatron_rl.devices.allocator import limit_arenas
 from megatron_rl.engines.protocol import Sampling
-from megatron_rl.lib.user_code import one_line, told, traceback_of
+from megatron_rl.lib.user_code import told, traceback_of
 from megatron_rl.messages.commands import Commands
-from megatron_rl.messages.world import DriverError, World
+from megatron_rl.messages.world import World
 from megatron_rl.run import file_checksums, input_digests, json_lines
 from megatron_rl.run.checkpoint import (
-    STATE,
     Checkpoint,
-    CheckpointError,
     Checkpoints,
     known_digests,
-    sum_up,
-    write_json,
 )
 from megatron_rl.run.console import RunConsole
 from megatron_rl.run.environment_record import record_start
@@ -60,12 +52,6 @@ from megatron_rl.spec.run_spec import Spec, TrainingSpec
 TIMEOUT = timedelta(hours=2)
 CHANGED = "changed since the newest checkpoint, and used from here on:"
 MEET = timedelta(minutes=10)  # timeout for all ranks to start
-
-
-class Saves(Protocol):
-    def save(self, directory: Path, *, background: bool = False) -> None: ...
-
-    def saved(self, *, wait: bool) -> bool: ...
 
 
 @dataclass
@@ -296,110 +282,6 @@ def _newest(world: World, commands: Commands, checkpoints: Checkpoints) -> Check
 
     commands.serve("checksums", wrong_here)
     return commands.drive(lambda: checkpoints.newest(wrong_anywhere))
-
-
-class Saver:
-    """Saves checkpoints of all policies and the run's state atomically. Every method is collective.
-
-    With `background`, training continues while a checkpoint is written and its checksums are computed. The first
-    checkpoint is always written synchronously, because its duration is measured. From the duration the run decides how
-    long before the time limit of a Slurm job it exits.
-    """
-
-    def __init__(
-        self, world: World, driver: Driver, policies: Mapping[str, Saves], *, ranks: Mapping[str, Sequence[int]],
-        background: bool,
-        present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
-    ) -> None:  # fmt: skip
-        """`policies`: the policies of this rank. `ranks`: {policy: its ranks} of all policies. `present`: function that
-        returns, for the name of a policy, a context manager in whose block the policy is on the GPU."""
-        self._present, self._ranks = present, ranks
-        self._world, self._driver, self._policies, self._background = world, driver, policies, background
-        self._due: int | None = None  # number of the checkpoint that is being written; None if there is none
-        self._measured = False
-        # result of the thread that computes the checksums of the files that this rank wrote
-        self._summing: Future[None] | None = None
-        self._thread = ThreadPoolExecutor(1, "checksums")
-
-    def save(self, number: int, state: Any) -> int | None:
-        """Waits until the previous checkpoint is complete, then begins checkpoint `number` with the run's `state`.
-
-        Returns `number` if all files of the checkpoint have been written, and None if they are written in the
-        background.
-        """
-        self.settle(wait=True)
-        start, checkpoints = time.monotonic(), self._driver.checkpoints
-
-        def begin() -> None:
-            pending = checkpoints.begin(number)
-            for name in self._ranks:
-                (pending / name).mkdir()
-
-        self._world.from_leader(begin)
-        background = self._background and self._measured
-        return_free_pages()  # frees memory before the writer processes are forked
-        with self._refusing(number):
-            for name, policy in self._policies.items():
-                with self._present(name):
-                    policy.save(checkpoints.pending(number) / name, background=background)
-            self._world.from_leader(lambda: write_json(checkpoints.pending(number) / STATE, state))
-        self._due = number
-        if background:
-            return None
-        settled = self.settle(wait=True)
-        self._driver.leave.saved(time.monotonic() - start)
-        self._measured = True
-        return settled
-
-    def settle(self, *, wait: bool) -> int | None:
-        """Commits the checkpoint that `save` began, if all its files are written. With `wait`, waits until they are
-        written.
-
-        Returns the checkpoint's number if this call committed it, otherwise None."""
-        if self._due is None:
-            return None
-        number = self._due
-        with self._refusing(number):
-            if self._summing is None:
-                if not self._world.everywhere(all([own.saved(wait=wait) for own in self._policies.values()])):
-                    return None
-                places = {name: self._ranks[name].index(self._world.rank) for name in self._policies}
-                self._summing = self._thread.submit(sum_up, self._driver.checkpoints.pending(number), places)
-            if not wait and not self._world.everywhere(self._summing.done()):
-                return None
-            summing, self._due, self._summing = self._summing, None, None
-            summing.result()
-            self._world.barrier()
-            self._world.from_leader(lambda: self._driver.checkpoints.commit(number) and None)
-        return number
-
-    @contextlib.contextmanager
-    def _refusing(self, number: int) -> Iterator[None]:
-        """Context manager that converts errors of writing checkpoint `number`, such as a full disk, to CheckpointError.
-
-        After an error, the incomplete checkpoint is deleted."""
-        try:
-            yield
-        except (OSError, RuntimeError, CheckpointException) as error:
-            if isinstance(error, (CheckpointError, DriverError)):
-                raise
-            if self._world.rank == 0:
-                shutil.rmtree(self._driver.checkpoints.pending(number), ignore_errors=True)
-            place = self._driver.checkpoints.directory
-            free = shutil.disk_usage(place).free
-            raise CheckpointError(
-                f"checkpoint {number} cannot be written to {place}, where {free / 1e9:.1f} GB are free "
-                f"({one_line(_root(error))}): {json_lines.RESUME}"
-            ) from error
-
-
-def _root(error: BaseException) -> BaseException:
-    """Returns the root cause of an error. For a CheckpointException, which collects the errors of several ranks,
-    returns the root cause of the first error."""
-    if isinstance(error, CheckpointException) and error.failures:
-        return _root(next(iter(error.failures.values()))[0])
-    below = error.__cause__ or error.__context__
-    return error if below is None else _root(below)
 
 
 def sampling_of(settings: configs.SamplingConfig, *, n: int = 1, seed: int = 0) -> Sampling:

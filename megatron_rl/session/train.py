@@ -32,8 +32,9 @@ from megatron_rl.session.run_checkpoints import RunCheckpoints
 from megatron_rl.session.run_collection import open_collector, open_store
 from megatron_rl.session.run_observer import run_observer
 from megatron_rl.session.run_parts import RunParts, open_parts
-from megatron_rl.session.run_setup import Saver, open_driver, open_world_for
+from megatron_rl.session.run_setup import open_driver, open_world_for
 from megatron_rl.session.run_stages import due_resets, in_stages
+from megatron_rl.session.saving import PolicyFiles
 from megatron_rl.session.trained import export_model
 from megatron_rl.spec.explain import explain_recipe
 from megatron_rl.spec.run_spec import RunSpec
@@ -129,12 +130,17 @@ def _train(
 def _checkpoints(parts: RunParts, fleet: RankFleet) -> RunCheckpoints:
     """Returns the run's checkpoints. Every rank calls it."""
     spec, driver = parts.spec, parts.driver
-    trained = {name: parts.policies[name].state for name in spec.trained_policies if name in parts.policies}
-    ranks, background = {name: parts.ranks[name] for name in spec.trained_policies}, spec.run.async_save
-    saver = Saver(
-        parts.world, driver, trained, ranks=ranks, background=background, present=fleet.memory.weights
+    files = {
+        name: PolicyFiles(
+            name, parts.policies[name].state, parts.world_of(name), driver.checkpoints, fleet.memory.weights
+        )
+        for name in spec.trained_policies
+        if name in parts.policies
+    }
+    return RunCheckpoints(
+        fleet, files, spec.trained_policies, driver, spec.loop.evaluation.best, lambda place: _export(parts, place),
+        background=spec.run.async_save,
     )  # fmt: skip
-    return RunCheckpoints(fleet, saver, driver, spec.loop.evaluation.best, lambda place: _export(parts, place))
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:

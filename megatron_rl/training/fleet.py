@@ -65,9 +65,14 @@ class Checkpoints(Protocol):
     covers whose files have meanwhile been completely written, or None.
     """
 
+    def begin(self, number: int) -> None:
+        """Begins the checkpoint of `number` iterations, of which all updates have begun: the policies are saved as they
+        are when the commands that are posted already are done. The call does not wait for them.
+        """
+
     def save(self, number: int, state: Mapping[str, Any]) -> int | None:
-        """Starts the checkpoint of `number` iterations, which may be written in the background. `state`: JSON values
-        that the checkpoint stores besides the policies.
+        """Saves the checkpoint of `number` iterations, which may be written in the background. Begins it, if `begin`
+        was not called for it. `state`: JSON values that the checkpoint stores besides the policies.
         """
 
     def settle(self, *, wait: bool) -> int | None:

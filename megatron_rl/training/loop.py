@@ -5,10 +5,10 @@ the driver (a thread of rank 0) alone, and does not depend on Megatron, on an en
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_rl.run.metrics import Stopwatch
 from megatron_rl.spec.run_spec import first_iterations
@@ -87,6 +87,7 @@ class Flight:
     clock: Clock
     credited: Credited
     updates: deque[Updating] = field(default_factory=deque)  # those that are not complete, in the order of training
+    state: Mapping[str, Any] | None = None  # of the checkpoint that has begun with the iteration, see `begin_save`
 
 
 class Flights:
@@ -106,10 +107,10 @@ class Flights:
         return len(self._flights)
 
     def land_before(self, iteration: Iteration) -> None:
-        """Completes the iterations that must be complete before an iteration begins: all of them if a checkpoint or an
-        evaluation is due, and otherwise those that share a rank with it or began too long ago.
+        """Completes the iterations that must be complete before an iteration begins: all of them if an evaluation is
+        due, and otherwise those that share a rank with it or began too long ago.
         """
-        if self._something_due(iteration.number) or self.leaving:
+        if evaluation_due(self._parts, self._plan, self._progress, self._total, iteration.number) or self.leaving:
             return self.land(0)
         self._finish_what_is_done()
         policies = {self._parts.desk.policy_of[role] for role in iteration.roles}
@@ -135,6 +136,10 @@ class Flights:
             while any(self._meets(lesson.policy, updating) for one in self._flights for updating in one.updates):
                 self._finish_one()
             flight.updates.append(begin_update(fleet, lesson, learning, progress))
+        if save_due(parts, self._plan, progress, self._total, iteration.number + 1):
+            while any(one.state is not None for one in self._flights):  # one checkpoint at a time
+                self._complete()
+            flight.state = begin_save(parts, progress, iteration.number + 1)
 
     def land(self, keep: int) -> None:
         """Completes the oldest iterations, until `keep` are left."""
@@ -143,11 +148,6 @@ class Flights:
 
     def _meets(self, policy: str, updating: Updating) -> bool:
         return updating.metrics is not None and not self._parts.fleet.apart(policy, updating.lesson.policy)
-
-    def _something_due(self, number: int) -> bool:
-        """Returns whether a checkpoint or an evaluation is due after this number of iterations."""
-        saves = self._plan.save_every and number % self._plan.save_every == 0
-        return bool(saves) or evaluation_due(self._parts, self._plan, self._progress, self._total, number)
 
     def _finish_what_is_done(self) -> None:
         """Completes the updates, and their iterations, that do not have to be waited for."""
@@ -198,9 +198,8 @@ class Flights:
         settle(parts, wait=False)
         parts.observe(Finished(progress.number))
         self.leaving = parts.leave() or self.leaving
-        due = plan.save_every and progress.number % plan.save_every == 0 and not self.leaving
-        if due and not (plan.best and evaluation_due(parts, plan, progress, self._total, progress.number)):
-            save(parts, plan, progress)
+        if flight.state is not None:
+            save(parts, plan, progress, flight.state)
 
 
 def collect(
@@ -317,8 +316,27 @@ def examine_if_due(parts: Parts, plan: Plan, progress: Progress, total: int) -> 
     return evaluate(parts, plan, progress, evaluation)
 
 
-def save(parts: Parts, plan: Plan, progress: Progress) -> None:
-    """Starts a checkpoint, unless the current number of finished iterations has already been saved.
+def save_due(parts: Parts, plan: Plan, progress: Progress, total: int, number: int) -> bool:
+    """Returns whether a checkpoint of `number` iterations is due, other than one that an evaluation saves with its
+    result. `total`: number of iterations of the run."""
+    if not plan.save_every or number % plan.save_every:
+        return False
+    return plan.best is None or not evaluation_due(parts, plan, progress, total, number)
+
+
+def begin_save(parts: Parts, progress: Progress, number: int) -> Mapping[str, Any]:
+    """Begins the checkpoint of `number` iterations, whose updates have begun. Later iterations may begin before these
+    updates are complete, so the state that those change is returned: {section of the checkpoint's state: its values}.
+    """
+    settle(parts, wait=True)
+    with parts.watch("save"):
+        parts.checkpoints.begin(number)
+    return {"progress": {"updates": dict(progress.updates)}, **parts.rollouts.state()}
+
+
+def save(parts: Parts, plan: Plan, progress: Progress, begun: Mapping[str, Any] | None = None) -> None:
+    """Saves a checkpoint, unless the current number of finished iterations has already been saved. `begun`: result of
+    `begin_save`, if the checkpoint has begun.
 
     If refits wait for rollouts (Plan.refits_wait), waits for the rollouts that the present engines write: a run that is
     resumed reads them from its store, because its engines have newer weights.
@@ -329,7 +347,8 @@ def save(parts: Parts, plan: Plan, progress: Progress) -> None:
         parts.rollouts.wait_until_written(progress.number + plan.ahead - 1)
     progress.saved = progress.number
     with parts.watch("save"):
-        state = {"progress": progress.state_dict(), **parts.rollouts.state()}
+        begun = {"progress": {}, **parts.rollouts.state()} if begun is None else begun
+        state = {**begun, "progress": {**progress.state_dict(), **begun["progress"]}}
         complete(parts, parts.checkpoints.save(progress.number, state))
 
 

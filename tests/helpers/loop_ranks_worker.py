@@ -17,7 +17,7 @@ from megatron_rl.run.checkpoint import Checkpoints
 from megatron_rl.run.run_directory import RunDirectory
 from megatron_rl.session.colocated_servers import ColocatedServers
 from megatron_rl.session.run_checkpoints import RunCheckpoints
-from megatron_rl.session.run_setup import Saver
+from megatron_rl.session.saving import PolicyFiles
 from megatron_rl.training.device_memory import DeviceMemory
 from megatron_rl.training.progress import NothingTrained, Plan
 
@@ -79,16 +79,9 @@ def run(case, world, template, folder):
         (place / f"rank{world.rank}").write_text(str(world.broadcast(progress.number)))
 
     def checkpoints(fleet):
-        files = {"generator": Files(policy, world.rank)}
-        saver = Saver(
-            world,
-            driver,
-            files,
-            ranks={name: range(world.size) for name in files},
-            background=True,
-            present=fleet.memory.weights,
-        )
-        return RunCheckpoints(fleet, saver, driver, PLANS[case].best, export)
+        name = "generator"
+        files = PolicyFiles(name, Files(policy, world.rank), world, driver.checkpoints, fleet.memory.weights)
+        return RunCheckpoints(fleet, {name: files}, [name], driver, PLANS[case].best, export, background=True)
 
     done = train(setup, PLANS[case], progress, checkpoints)
     files = sorted(str(path.relative_to(folder)) for path in folder.glob("*/iteration_*/**/*") if path.is_file())

@@ -126,6 +126,9 @@ class CallbackCheckpoints:
         self._fleet.engines.clear()
         return self._fleet.everywhere("save", number, bulk=[state])
 
+    def begin(self, number):
+        return None
+
     def settle(self, *, wait):
         return None
 

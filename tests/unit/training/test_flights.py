@@ -18,7 +18,7 @@ class Notes:
     """A run whose updates end only when they are waited for, and that notes what happens."""
 
     def __init__(self, schedule, *, ahead=0, silent=(), save_every=0):
-        self.events, self.silent = [], silent
+        self.events, self.silent, self.states = [], silent, []
         self.iterations = [
             Iteration(cycle=0, index=i, roles=tuple(roles.split()), number=i, updates={})
             for i, roles in enumerate(schedule)
@@ -36,7 +36,10 @@ class Notes:
         desk = SimpleNamespace(
             requests=lambda iteration: {}, lessons=self.lessons, policy_of={name: name for name in RANKS},
         )  # fmt: skip
-        checkpoints = SimpleNamespace(settle=lambda wait: None, save=lambda number, state: self.events.append("save"))
+        checkpoints = SimpleNamespace(
+            settle=lambda wait: None, begin=lambda number: self.events.append(f"begin save {number}"),
+            save=lambda number, state: self.states.append(state) or self.events.append(f"save {number}"),
+        )  # fmt: skip
         self.parts = loop.Parts(
             fleet=fleet, rollouts=rollouts, desk=desk, examiner=None, checkpoints=checkpoints,
             observe=lambda event: None, leave=lambda: False, watch=Stopwatch(),
@@ -97,11 +100,20 @@ def test_placement_on_shared_ranks_completes_an_iteration_before_the_next():
     )
 
 
-def test_placement_without_ahead_and_before_a_checkpoint_completes_an_iteration_before_the_next():
+def test_placement_without_ahead_completes_an_iteration_before_the_next():
     alone = Notes(["generator", "verifier"]).run()
     assert alone.index("trained") < alone.index("begin verifier")
-    saved = Notes(["generator", "verifier"], ahead=1, save_every=1).run()
-    assert saved.index("save") < saved.index("begin verifier")
+
+
+def test_placement_a_checkpoint_is_a_place_in_the_order_and_no_pause():
+    """The policies are saved behind the updates of iteration 0; the updates of iteration 1 begin behind that."""
+    notes = Notes(["generator", "verifier"], ahead=1, save_every=1)
+    saved = notes.run().split(", ")
+    order = ["begin generator", "begin save 1", "begin verifier", "end generator", "save 1", "begin save 2", "save 2"]
+    assert [saved.index(event) for event in order] == sorted(saved.index(event) for event in order)
+    first, second = (state["progress"] for state in notes.states)
+    assert (first["number"], first["updates"]) == (1, {"generator": 1}), "without the update that had begun"
+    assert (second["number"], second["updates"]) == (2, {"generator": 1, "verifier": 1})
 
 
 def test_placement_of_a_policy_without_signal_is_no_update():

@@ -29,9 +29,9 @@ from megatron_rl.report.html_page import write_page
 from megatron_rl.report.pages import write_report
 from megatron_rl.run import file_checksums
 from megatron_rl.run.atomic_files import write_text
-from megatron_rl.run.checkpoint import MANIFEST, Checkpoints
+from megatron_rl.run.checkpoint import MANIFEST, Checkpoints, known_digests
 from megatron_rl.run.run_directory import RunDirectory
-from megatron_rl.session import output_directory, run_setup, train
+from megatron_rl.session import output_directory, run_setup, saving, train
 from megatron_rl.session.output_directory import fresh
 from megatron_rl.training.iteration import Collected, Iteration
 from megatron_rl.training.store import IterationStore
@@ -188,19 +188,19 @@ class Written:
 def saver(tmp_path):
     leave = SimpleNamespace(saved=lambda seconds: None)
     driver = SimpleNamespace(checkpoints=Checkpoints(tmp_path / "checkpoints", keep=5), leave=leave)
-    return run_setup.Saver(OneProcess(), driver, {"model": Written()}, ranks={"model": range(1)}, background=True)  # type: ignore[arg-type]
+    return saving.Saver(OneProcess(), driver, Written(), background=True)  # type: ignore[arg-type]
 
 
 def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monkeypatch):
     """They were computed in the loop of training when the writers had ended."""
     assert saver.save(1, {}) == 1, "the first one is waited for"
-    go, plain = threading.Event(), run_setup.sum_up
+    go, plain = threading.Event(), saving.sum_up
 
     def slow(directory: Path, places: dict[str, int]) -> None:
         assert go.wait(30)
         plain(directory, places)
 
-    monkeypatch.setattr(run_setup, "sum_up", slow)
+    monkeypatch.setattr(saving, "sum_up", slow)
     assert saver.save(2, {}) is None
     assert [saver.settle(wait=False) for _ in range(3)] == [None] * 3
     found = saver._driver.checkpoints.newest()
@@ -212,7 +212,7 @@ def test_checksums_of_a_checkpoint_in_the_background_hold_no_step_up(saver, monk
         pass
     newest = saver._driver.checkpoints.newest()
     assert newest is not None and newest.number == 3
-    assert file_checksums.wrong(newest.path, run_setup.known_digests(newest.path)) == []
+    assert file_checksums.wrong(newest.path, known_digests(newest.path)) == []
 
 
 def test_hostile_disk_that_fails_under_the_checksums_is_said_in_our_words(saver, monkeypatch):
@@ -221,9 +221,9 @@ def test_hostile_disk_that_fails_under_the_checksums_is_said_in_our_words(saver,
     def fails(directory: Path, places: dict[str, int]) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(run_setup, "sum_up", fails)
+    monkeypatch.setattr(saving, "sum_up", fails)
     saver.save(2, {})
-    with pytest.raises(run_setup.CheckpointError, match=r"checkpoint 2 cannot be written .*Input/output error"):
+    with pytest.raises(saving.CheckpointError, match=r"checkpoint 2 cannot be written .*Input/output error"):
         saver.settle(wait=True)
     found = saver._driver.checkpoints.newest()
     assert found is not None and found.number == 1
