@@ -225,7 +225,7 @@ check: setup ## format, lint, types, layering, and the figures of tools/house.py
 	$(PY) tools/house.py --check
 
 bench: setup ## every benchmark with its bars; fails at the end when one was missed (DATA=folder with gsm8k/, ...: the graders too)
-	@missed=0; for name in data_path episodes rollout tandem train_step shared_prefixes memory refit import_export convert loop_overhead tail store plan_memory plan_published report; \
+	@missed=0; for name in data_path episodes rollout tandem train_step shared_prefixes memory refit import_export convert loop_overhead tail store placement plan_memory plan_published report; \
 	do $(PY) benchmarks/$$name.py --check || missed=1; done; \
 	if [ -n "$(DATA)" ]; then $(PY) benchmarks/grading.py --data "$(DATA)" --check || missed=1; fi; exit $$missed
 

@@ -104,6 +104,11 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
         "python -m pytest tests/multi/test_resume_methods.py tests/multi/test_resume.py "
         "tests/multi/test_faults_kills.py -m matrix"
     ),
+    # roles on ranks of their own with all that they can meet, and 20 kills of such runs each
+    "placement": (
+        "python -m pytest tests/multi/test_placement_pairs.py tests/multi/test_placement_runs.py -m matrix "
+        "--durations=0"
+    ),
     # every axis and every pair of axes on four ranks, packed and padded, dense and with experts
     "layouts": f"python -m pytest tests/multi/test_layouts.py tests/multi/test_lora.py {ALL_MARKS}",
     # a real model in the actor, the embedded engine and vLLM, against transformers

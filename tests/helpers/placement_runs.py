@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,12 +48,17 @@ class NappingTango(Tango):
         super().__post_init__()
 
 
-def tango(base: Path, name: str, ranks: int, sets: Mapping[str, str], **rollouts: Any) -> Path:
-    """Writes the config of a run of `ranks` ranks. `sets`: {role: its ranks}."""
+def tango(
+    base: Path, name: str, ranks: int, sets: Mapping[str, str], *, urls: Mapping[str, Sequence[str]] | None = None,
+    **rollouts: Any,
+) -> Path:  # fmt: skip
+    """Writes the config of a run of `ranks` ranks. `sets`: {role: its ranks}. `urls`: {role: addresses of its servers};
+    None: the embedded engine."""
     settings = durable_runs.tango(base, name)
     settings["recipe"]["target"] = "placement_runs:NappingTango"
     settings["launch"] = {"nproc": ranks}
-    settings["engine"] = {"kind": "embedded"}
+    servers = {"kind": "vllm", "urls": urls, "start": False, "token_file": f"{base}/token"}
+    settings["engine"] = {"kind": "embedded"} if urls is None else servers
     settings["rollouts"] = rollouts
     settings["run"] |= {"save_every": 2}
     for role, own in sets.items():

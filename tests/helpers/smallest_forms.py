@@ -44,6 +44,7 @@ BENCHMARKS = {
         words=("--engines", "embedded", "--models", "{models}", "--prompts", "8", "--iterations", "3")
     ),
     "memory.py": Form(words=("--tokens", "512", "--vocab", "2000", "--hidden", "64", "--layers", "1")),
+    "placement.py": Form(words=("--runs", "apart", "--iterations", "5", "--seconds", "0.1")),
     "plan_memory.py": Form(words=("--cases", "1")),
     "plan_published.py": Form(words=()),
     "recovery.py": Form(skip="it needs a Slurm cluster of four nodes, and minutes for each fault"),

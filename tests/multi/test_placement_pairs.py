@@ -28,6 +28,19 @@ def named(make: Callable[[Path], dict[str, Any]]) -> Make:
     return settings
 
 
+def golden(run: str) -> Make:
+    """Returns a function that makes the config of one of the runs of `make golden`."""
+
+    def settings(base: Path, name: str) -> dict[str, Any]:
+        if not (base / "golden").exists():
+            (base / "golden").mkdir()
+            golden_runs.write_inputs(base / "golden")
+        own = golden_runs.configs(base / "golden", [])[run]
+        return own | {"run": own["run"] | {"dir": f"{base}/runs", "name": name, "save_every": 1}}
+
+    return settings
+
+
 # {name: (config, {role: its ranks of 6}, max_staleness, iterations after which the run on sets exits and is resumed)}
 PAIRS: dict[str, tuple[Make, dict[str, str | int], int, int | None]] = {
     "critic": (cut_runs.ppo, {"generator": "1-2", "critic": "4-5"}, 0, 2),
@@ -43,6 +56,8 @@ PAIRS: dict[str, tuple[Make, dict[str, str | int], int, int | None]] = {
     "three_ahead": (cut_runs.three, {"proposer": "2-3", "solver": "4-5", "judge": "0-1"}, 1, 1),
     "judge": (cut_runs.pairwise, {"generator": "4-5", "judge": "1-2"}, 2, 3),
     "adapters": (test_lora_run.settings, {"proposer": "2-3", "solver": "4-5"}, 1, 1),
+    "teacher": (golden("distil"), {"student": "4-5", "teacher": "1-2"}, 0, None),
+    "junior": (golden("tandem"), {"generator": "4-5"}, 0, None),
     "episodes": (cut_runs.tango_agents, {"agent": "4-5", "verifier": "2-3"}, 2, 3),
 }  # fmt: skip
 

@@ -4,6 +4,8 @@ whatever the ranks' pace and a kill.
 
 from __future__ import annotations
 
+import contextlib
+import random
 import re
 
 import cut_runs
@@ -11,6 +13,7 @@ import placement_runs
 import pytest
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
+KILLS = 20
 APART = {"generator": "1-2", "verifier": "3-3"}  # rank 0, which drives the run, is in no set
 
 
@@ -44,3 +47,30 @@ def test_placement_with_rollouts_ahead_depends_neither_on_pace_nor_on_a_kill(bas
     monkeypatch.delenv(placement_runs.KILL)
     placement_runs.train(file)
     assert placement_runs.weights(base, "killed") == found
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("engine", "k"), [("embedded", 0), ("embedded", 2), ("servers", 0)])
+def test_placement_twenty_kills_at_random_moments_change_no_bit(base, monkeypatch, engine, k):
+    """Ranks of both sets, and rank 0 in none, end before a random command; each run is resumed until it is done."""
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(contextlib.closing(server)) for server in cut_runs.start_servers()[:2]]
+        urls = {role: [server.url] for role, server in zip(APART, servers, strict=True)}
+        own = {} if engine == "embedded" else {"urls": urls}
+        whole = f"{engine}_{k}_whole"
+        placement_runs.train(placement_runs.tango(base, whole, 4, APART, max_staleness=k, **own))
+        chance, kills, name = random.Random(f"{engine} {k}"), 0, ""
+        monkeypatch.setenv(placement_runs.NAPS, "3")
+        while kills < KILLS:
+            name = name or f"{engine}_{k}_killed_{kills}"
+            file = placement_runs.tango(base, name, 4, APART, max_staleness=k, **own)
+            monkeypatch.setenv(placement_runs.KILL, f"{chance.randrange(4)}:{chance.randrange(2, 30)}")
+            if "ended" in placement_runs.train(file, check=False):
+                kills += 1
+            else:  # it ended before the command
+                assert placement_runs.weights(base, name) == placement_runs.weights(base, whole) != {}
+                name = ""
+        monkeypatch.delenv(placement_runs.KILL)
+        if name:
+            placement_runs.train(placement_runs.tango(base, name, 4, APART, max_staleness=k, **own))
+            assert placement_runs.weights(base, name) == placement_runs.weights(base, whole) != {}
