@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import cut_runs
+import golden_runs
 import pytest
 import test_critics_run
 import test_lora_run
@@ -36,6 +37,7 @@ def golden(run: str) -> Make:
             (base / "golden").mkdir()
             golden_runs.write_inputs(base / "golden")
         own = golden_runs.configs(base / "golden", [])[run]
+        own["reward"]["target"] = "open_centre_rewards:begins_well"
         return own | {"run": own["run"] | {"dir": f"{base}/runs", "name": name, "save_every": 1}}
 
     return settings
