@@ -307,7 +307,9 @@ def _role(case: Case, actor: Actor, name: str, draws: Mapping[str, Draw], *, tra
     reference = role.reference or "reference" in loss_of(role).needs
     own_draws = [draws.get(role_name) for role_name, role_spec in case.roles.items() if role_spec.owner == name]
     micro = max((micro_batch(role, draw) for draw in own_draws), key=lambda batch: batch.behind)
-    held = memory.worst(actor, micro, reference=reference, shared=owners(case.roles).get(name, name) != name)
+    held = memory.worst(
+        actor, micro, reference=reference, shared=owners(case.roles, case.role_ranks).get(name, name) != name
+    )
     adapter_bytes = float(numbers.width * actor.adapters(0))
     if not trained:
         held, reference = TrainingBytes(weights=held.weights if role.has_policy else 0.0), False
