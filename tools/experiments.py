@@ -189,7 +189,10 @@ def _on_cluster(task: Task, site: Profile, why: str) -> Planned:
             why = "has engines beside its trainer, an array"
     if why:
         return Planned(task=task, steps=[], submission=submission, why=why, slices=slices)
-    return replace(_single(task, config, task.after), submission=Submission(submission.directory, files, []))
+    return replace(
+        _single(task, config, task.after),
+        submission=Submission(submission.directory, files, [], placement=submission.placement),
+    )
 
 
 def _single(task: Task, config: Any, awaited: Sequence[str]) -> Planned:

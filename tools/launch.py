@@ -240,7 +240,7 @@ def _slurm(experiment: Experiment, site: Profile, args: argparse.Namespace) -> i
             submit.record_job(plan.submission.directory, f"{plan.task.name}_sbatch.sh", ids[plan.task.name][0])
     for name, jobs in ids.items():
         print(f"submitted {name}: job {', '.join(jobs)}")
-    print(f"left out of this shell's environment: {', '.join(left_out) or 'nothing'}")
+    print(*_placement(planned), f"left out of this shell's environment: {', '.join(left_out) or 'nothing'}", sep="\n")
     return _follow(planned, ids, args.every) if args.wait else 0
 
 
@@ -270,6 +270,14 @@ def _print_scripts(nemo: Any, name: str, planned: Sequence[Planned], site: Profi
                 path = f"{plan.submission.directory}/{submit.JOBS}/{script}"
                 print(f"# ---- {plan.task.name} {plan.why}: {path}{_behind(plan.task.after)}")
                 print(plan.submission.files[script])
+    for line in _placement(planned):
+        print(f"# ---- {line}")
+
+
+def _placement(planned: Sequence[Planned]) -> list[str]:
+    """Returns the lines on what each node of each run holds, with the tasks' names."""
+    submissions = {plan.task.name: plan.submission for plan in planned if plan.submission is not None}
+    return [f"{name}: {line}" for name, submission in submissions.items() for line in submission.placement]
 
 
 def _submit_steps(nemo: Any, name: str, steps: Sequence[Step], site: Profile) -> dict[str, list[str]]:

@@ -247,7 +247,7 @@ class Submit(Arguments):
     # settings of `train`, `sft`, `generate` or, with --checkpoints, `eval`
     settings: list[str] = argument(metavar=METAVAR)
     profile: str = "a100"  # profile of the cluster: a100, cpu, or a YAML file
-    dry_run: bool = False  # print the scripts; write and submit nothing
+    dry_run: bool = False  # print the scripts, and what each node holds; write and submit nothing
     # chain: a job array of trainers and a job array of engines; roles: one job array of a trainer and engines
     shape: Literal["chain", "roles"] = "chain"
     # file that defines the sweep: {setting: [values]} for all combinations, or a list with one entry per run

@@ -18,7 +18,7 @@ from megatron_rl.config.base import Use
 from megatron_rl.config.schema import RoleConfig, TrainConfig
 from megatron_rl.session.launch_ranks import has_gpu
 from megatron_rl.spec import missing_files
-from megatron_rl.spec.explain import explain, explain_recipe, float32_notes
+from megatron_rl.spec.explain import explain, explain_recipe, float32_notes, node_notes
 from megatron_rl.spec.model_gate import check_models, loaded_models
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, RunSpec, Spec
@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
             plugins.build(Use(target=reward.target, args=reward.args))
         check_models(loaded_models(spec), only_here=True)
     lines += [f"note: {note}" for note in (float32_notes(spec) if host.gpus else [])]
+    nodes = spec.cluster.job.nodes if args.ranks else 1  # without --ranks, all ranks are on this host
+    lines += [f"note: {note}" for note in (node_notes(spec, ranks // nodes) if ranks % nodes == 0 else ())]
     lines += [f"note: {absent}" for absent in missing_files.absent_files(spec) if args.elsewhere or absent.on_hub]
     if isinstance(config, TrainConfig):
         lines += [f"note: {ignored}" for ignored in ignored_settings(config.roles, *split(args.settings))]

@@ -35,7 +35,8 @@ def _submit(args: argparse.Namespace) -> int:
 
     submission, run = _planned(args)
     left_out = ", ".join(slurm_commands.left_out(os.environ)) or "nothing"
-    notes = [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
+    notes = [*submission.placement]
+    notes += [f"left out of this shell's environment (the profile's `environment` is for what jobs need): {left_out}"]
     if run is not None:
         spec = resolve.specify(run, 1)[0]
         notes += [f"note: {note}" for note in [*missing_files.absent_files(spec), *explain.float32_notes(spec)]]

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_rl.cluster import job_slices
 from megatron_rl.cluster.profile import Profile, interpreter
@@ -29,6 +29,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.jobs import site, slurm_commands
 from megatron_rl.jobs.batch_script import ScriptShape, common_settings, script
+from megatron_rl.jobs.node_placement import ServerJobs, placement, server_jobs
 from megatron_rl.run import json_lines
 from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start
@@ -36,7 +37,7 @@ from megatron_rl.session import generation_progress
 from megatron_rl.session.run_record import read_points
 from megatron_rl.spec import server_gpus
 from megatron_rl.spec.resolve import resolve
-from megatron_rl.spec.run_spec import Spec, TrainingSpec
+from megatron_rl.spec.run_spec import TrainingSpec
 
 JOBS = "jobs"  # subdirectory of the run directory with batch scripts, configs, and the files SITE and SUBMITTED
 # Names of two files: SITE has the cluster's profile, and SUBMITTED has the ids of the submitted jobs.
@@ -60,6 +61,7 @@ class Submission:
     # {batch script of engines: (batch script of the trainer that they serve, array index of this trainer)}
     # The array index of a trainer is None if the run is not part of a sweep.
     trainers: Mapping[str, tuple[str, int | None]] = field(default_factory=dict)
+    placement: Sequence[str] = ()  # lines about what each node holds, see node_placement.placement
     finished: str | None = None  # error message if the jobs would have nothing to do, otherwise None
 
 
@@ -79,7 +81,7 @@ def plan_run(
     paths = {"CONFIG": str(directory / JOBS / "config.yaml")}
     settings = {**paths, "WARNING_S": str(shape.warning_s), "COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {"config.yaml": config_files.dump(config), SITE: config_files.dump(profile)}
-    servers = _engine_jobs(spec)
+    servers, nodes = server_jobs(spec, profile), placement(spec, profile, array="roles" if as_roles else "engines")
     if as_roles:
         if servers is None or job.nodes > 1 or job.slices > 1:
             raise ConfigError(
@@ -88,12 +90,13 @@ def plan_run(
             )
         roles_shape = replace(shape, template="roles", array=f"0-{servers.number}")
         files["roles.sbatch"] = _script(roles_shape, profile, {**settings, **servers.settings})
-        return Submission(directory, files, ["roles.sbatch"])
+        return Submission(directory, files, ["roles.sbatch"], placement=nodes)
     files["train.sbatch"] = _script(shape, profile, settings)
     if servers is None:
-        return Submission(directory, files, ["train.sbatch"])
+        return Submission(directory, files, ["train.sbatch"], placement=nodes)
     files["engines.sbatch"] = _engines_script(servers, job.engine_time, profile, shape, paths)
-    return Submission(directory, files, ["train.sbatch", "engines.sbatch"], {"engines.sbatch": ("train.sbatch", None)})
+    trainers = {"engines.sbatch": ("train.sbatch", None)}
+    return Submission(directory, files, ["train.sbatch", "engines.sbatch"], trainers, placement=nodes)
 
 
 def _trainer_shape(
@@ -117,25 +120,8 @@ def _script(shape: ScriptShape, profile: Profile, settings: Mapping[str, str | S
     return script(shape, profile, {**common, **settings}, Path.cwd())
 
 
-class _EngineJobs(NamedTuple):
-    """The servers of a run that are started by separate jobs."""
-
-    settings: Mapping[str, str | Sequence[str]]  # batch script settings: roles and replicas of the servers
-    number: int  # number of servers
-    tp: int  # number of GPUs of one server
-
-
-def _engine_jobs(spec: Spec) -> _EngineJobs | None:
-    """Returns the servers that separate jobs start, or None if the run has no such servers."""
-    settings = None if spec.engine is None else spec.engine.settings
-    if spec.engine is None or not isinstance(settings, Servers) or settings.colocate or settings.urls:
-        return None
-    roles, replicas = spec.engine.server_roles, settings.replicas
-    return _EngineJobs({"ROLES": roles, "REPLICAS": str(replicas)}, len(roles) * replicas, settings.tp)
-
-
 def _engines_script(
-    servers: _EngineJobs, time: str | None, profile: Profile, trainer: ScriptShape,
+    servers: ServerJobs, time: str | None, profile: Profile, trainer: ScriptShape,
     settings: Mapping[str, str | Sequence[str]],
 ) -> str:  # fmt: skip
     """Returns the batch script of a run's servers, which is a job array.
@@ -145,8 +131,8 @@ def _engines_script(
     the time limit is invalid or too short.
     """
     shape = replace(
-        trainer, template="engines", nodes=1, ranks=1, gpus=servers.tp if profile.gpus_per_node else 0,
-        exclusive=False, time=time or trainer.time, array=f"0-{servers.number - 1}", warning_s=ENGINE_WARNING_S,
+        trainer, template="engines", nodes=1, ranks=1, gpus=servers.gpus, exclusive=False,
+        time=time or trainer.time, array=f"0-{servers.number - 1}", warning_s=ENGINE_WARNING_S,
     )  # fmt: skip
     check_warning("the warning of engines (job.engine_time)", shape)
     return _script(shape, profile, {**settings, **servers.settings, "TRAINER": ""})
@@ -265,17 +251,22 @@ def plan_sweep(
     settings |= {"COMMAND": command, "PROFILE": str(directory / JOBS / SITE)}
     files = {f"../{SWEEP}": listing, SITE: config_files.dump(profile)}
     files["sweep.sbatch"] = _script(shape, profile, settings)
-    trainers = dict[str, tuple[str, int | None]]()
+    trainers, runs_of_line = dict[str, tuple[str, int | None]](), dict[str, list[str]]()
     for index, (member, spec) in enumerate(sited):
+        for line in placement(spec, profile):
+            runs_of_line.setdefault(line, []).append(member.run.name)
         files[f"{member.run.name}.yaml"] = config_files.dump(member)
-        if servers := _engine_jobs(spec):
+        if servers := server_jobs(spec, profile):
             name = f"{member.run.name}_engines.sbatch"
             trainers[name] = ("sweep.sbatch", index)
             files[name] = _engines_script(
                 servers, member.job.engine_time, profile, replace(shape, name=f"{config.run.name}-{member.run.name}"),
                 {"CONFIG": str(directory / JOBS / f"{member.run.name}.yaml")},
             )  # fmt: skip
-    return Submission(directory, files, ["sweep.sbatch", *trainers], trainers)
+    lines = [
+        line if len(runs) == len(sited) else f"{line} (of {', '.join(runs)})" for line, runs in runs_of_line.items()
+    ]
+    return Submission(directory, files, ["sweep.sbatch", *trainers], trainers, placement=lines)
 
 
 def plan_eval(configs: Sequence[EvalConfig], profile: Profile, directory: Path) -> Submission:

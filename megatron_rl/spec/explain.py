@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.base import read_object
@@ -9,6 +10,7 @@ from megatron_rl.config.evaluation import NO_SCALE
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.models import registry
 from megatron_rl.models.lora_targets import num_elements, owners
+from megatron_rl.spec.rank_sets import words
 from megatron_rl.spec.run_spec import RoleSpec, RunSpec, SftSpec, Spec
 
 
@@ -31,10 +33,11 @@ def explain(spec: Spec) -> list[str]:
         cp = f" x cp {layout.cp}" if layout.cp > 1 else ""
         plain = layout.ep == 1 and layout.expert_tp == layout.tp
         experts = "" if plain else f", experts ep {layout.ep} x etp {layout.expert_tp}"
+        ranks = sets[name]
+        on = f"{len(ranks)} ranks" if len(ranks) == spec.cluster.ranks else ranks_text(ranks)
         lines.append(
-            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {len(sets[name]) // layout.model_ranks} on "
-            f"{_ranks(sets[name], spec.cluster.ranks)}{experts}; micro-batches of up to "
-            f"{role.micro_batch_tokens * layout.cp} tokens per replica"
+            f"{name}: tp {layout.tp}{cp} x pp {layout.pp} x dp {len(ranks) // layout.model_ranks} on {on}{experts}; "
+            f"micro-batches of up to {role.micro_batch_tokens * layout.cp} tokens per replica"
         )
         if role.lora is not None:
             owner = owners(spec.roles, sets).get(name, name)
@@ -50,9 +53,24 @@ def explain(spec: Spec) -> list[str]:
     return lines
 
 
-def _ranks(own: range, ranks: int) -> str:
-    """Returns a role's ranks as text, such as `8 ranks` for all ranks of a run or `ranks 0-3`."""
-    return f"{ranks} ranks" if len(own) == ranks else f"ranks {own[0]}-{own[-1]}" if len(own) > 1 else f"rank {own[0]}"
+def ranks_text(ranks: range) -> str:
+    """Returns a range of ranks as text, such as `ranks 0-3` or `rank 4`."""
+    return f"ranks {words(ranks)}" if len(ranks) > 1 else f"rank {ranks[0]}"
+
+
+def node_notes(spec: Spec, ranks_per_node: int) -> Iterator[str]:
+    """Yields a note for each role whose ranks are at least as many as the ranks of a node, but not all ranks of each
+    node that they are on. Ranks are numbered node by node."""
+    size = ranks_per_node
+    for name, ranks in spec.role_ranks.items() if isinstance(spec, RunSpec) else ():
+        inner = range(-(-ranks.start // size) * size, ranks.stop // size * size)
+        outer = range(ranks.start // size * size, -(-ranks.stop // size) * size)
+        if spec.roles[name].owner == name and size <= len(ranks) < len(outer):
+            yield (
+                f"roles.{name}.ranks = {words(ranks)} takes a part of a node of {size} ranks: its groups may "
+                "span two nodes, and other roles use the node's network, too; give whole nodes, such as "
+                + " or ".join(words(whole_nodes) for whole_nodes in (inner, outer) if whole_nodes)
+            )
 
 
 def explain_recipe(spec: RunSpec) -> list[str]:

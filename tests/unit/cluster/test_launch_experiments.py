@@ -119,3 +119,24 @@ def test_evaluations_by_nemo_run_have_the_engine_of_the_site(launch, tmp_path):
     (planned,) = experiments.for_slurm(experiments.Experiment(name="own", tasks=[task]), site)
     config = yaml.safe_load(planned.submission.files["config.yaml"])
     assert planned.steps and config["engine"]["python"] == "/opt/vllm/bin/python"
+
+
+def test_runs_on_a_cluster_say_what_each_node_holds(launch):
+    """This is so for one job by NeMo-Run, and for a chain by the scripts of `submit`."""
+    import experiments
+    import launch as launcher
+
+    sets = ["job.nodes=2", "roles.generator.ranks=0-1", "roles.verifier.ranks=2", "run.prompts_per_iteration=8"]
+    tasks = [
+        experiments.Task(
+            name=name, command="train", after=["data"],
+            settings=["examples/miniatures/last_letter/tango.yaml", f"run.name={name}", *sets, *more],
+        )
+        for name, more in (("job", []), ("chain", ["job.slices=2"]))
+    ]  # fmt: skip
+    data = experiments.Program(name="data", words=["makes_data.py"])
+    graph = experiments.Experiment(name="own", tasks=[data, *tasks])
+    planned = experiments.for_slurm(graph, replace(profile.read("cpu"), ranks_per_node=2))
+    assert [bool(plan.steps) for plan in planned] == [True, True, False]
+    nodes = ["node 0: generator (ranks 0-1)", "node 1: verifier (ranks 2-3)"]
+    assert launcher._placement(planned) == [f"{name}: {line}" for name in ("job", "chain") for line in nodes]
