@@ -36,7 +36,7 @@ def test_placement_apart_trains_both_roles_and_sends_their_weights_to_servers(la
     versions = {role: set[int]() for role in ROLES}
     for line in (run / "refits.jsonl").read_text().splitlines():
         versions[json.loads(line)["role"]].add(json.loads(line)["version"])
-    assert all(len(sent) > 1 for sent in versions.values()), versions
+    assert versions == {"generator": {0, 1, 2, 3}, "verifier": {0, 1, 2}}
     for role in ROLES:
         start, end = last_letter / role / "model", run / "models" / role
         assert (start / "model.safetensors").read_bytes() != (end / "model.safetensors").read_bytes(), role
