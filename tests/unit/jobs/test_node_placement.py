@@ -22,10 +22,10 @@ run: {dir: /shared/runs, name: tango}
 job: {nodes: 4}
 """
 APART = ["roles.generator.ranks=0-23", "roles.verifier.ranks=8"]
-SERVERS = ["engine={kind: vllm, tp: 4, replicas: 2}"]
+SERVERS = ["engine={kind: vllm, tp: 8, replicas: 2}"]
 ENGINES = [
-    "element 0-1 of the engines array: vllm servers of generator (4 GPUs each)",
-    "element 2-3 of the engines array: vllm servers of verifier (4 GPUs each)",
+    "element 0-1 of the engines array: vllm servers of generator (8 GPUs each)",
+    "element 2-3 of the engines array: vllm servers of verifier (8 GPUs each)",
 ]
 
 
@@ -73,7 +73,7 @@ def test_servers_stand_where_the_batch_script_starts_them(config, monkeypatch):
     planned = submit.plan_run(config(*APART, *SERVERS), A100, command="train", to_come=True)
     assert planned.placement == [*nodes, *ENGINES]
     script = planned.files["engines.sbatch"].splitlines()
-    assert {"ROLES=(generator verifier)", "REPLICAS=2", "#SBATCH --array=0-3", "#SBATCH --gpus-per-node=4"} < {*script}
+    assert {"ROLES=(generator verifier)", "REPLICAS=2", "#SBATCH --array=0-3", "#SBATCH --gpus-per-node=8"} < {*script}
     roles = submit.plan_run(config("job.nodes=1", *SERVERS), A100, command="train", as_roles=True, to_come=True)
     assert roles.placement[1].startswith("element 1-2 of the roles array: vllm servers of generator")
     assert "#SBATCH --array=0-4" in roles.files["roles.sbatch"].splitlines()
@@ -83,6 +83,8 @@ def test_servers_stand_where_the_batch_script_starts_them(config, monkeypatch):
     assert shared.placement[1:] == [
         "the trainer's GPUs, in turns with the trainer: vllm servers of generator, verifier"
     ]
+    urls = "engine={kind: vllm, start: false, urls: {generator: ['http://n1:8000'], verifier: ['http://n2:8000']}}"
+    assert placement(spec_of(config(urls), 32), A100)[1:] == ["engine.urls: vllm servers of generator, verifier"]
 
 
 def test_a_sweep_says_what_all_its_runs_have_in_common(config):
