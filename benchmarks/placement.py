@@ -14,6 +14,7 @@ many ranks as 4 nodes have, with the plan's times, made shorter by one factor.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import tempfile
@@ -131,7 +132,9 @@ class SleepingMaker(IterationMaker):
     recipe: Players
     engines: threading.Lock
 
-    def make(self, iteration: Iteration, recipe_state: Any, turn: Callable[[], Any]) -> tuple[Collected, None]:
+    def make(
+        self, iteration: Iteration, recipe_state: Any, turn: Any = contextlib.nullcontext
+    ) -> tuple[Collected, None]:
         with turn():
             pass
         with self.engines:
@@ -227,6 +230,12 @@ class _Nothing:
         return number
 
     def settle(self, *, wait: bool) -> None:
+        return None
+
+    def keep_best(self, number: int, best: Any) -> None:
+        return None
+
+    def remove_surpassed(self, best: Any) -> None:
         return None
 
 

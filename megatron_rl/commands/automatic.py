@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.config import files as config_files
@@ -32,71 +33,84 @@ def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda 
     if settled(config) is config or not isinstance(config, TrainConfig):
         return config
     recorded = _recorded(RunDirectory(config.directory), config_files.dump(config))
-    config = _with_ranks(config, ranks, recorded, say)
-    return _with_staleness(config, ranks, recorded, say)
+    choice = _Choice(config, ranks, recorded, say)
+    return choice.staleness(choice.sets())
 
 
-def _with_ranks(
-    config: TrainConfig, ranks: int, recorded: Mapping[str, Any], say: Callable[[str], object]
-) -> TrainConfig:  # fmt: skip
-    automatic = [name for name, role in config.roles.items() if role.ranks == "auto"]
-    if not automatic:
-        return config
-    old = {name: str(part["ranks"]) for name, part in recorded.get("roles", {}).items() if "ranks" in part}
-    same = settled(config, ranks={name: old[name] for name in automatic if name in old})
-    if old.keys() >= {*automatic} and not rank_sets(roles_of(same), ranks)[1]:
-        say(f"{RANKS} takes {_words(old, automatic)}, because the run was started with these values")
-        return same
-    spec, wrong = specify(settled(config), ranks)
-    if wrong or problems(spec, to_come=True):
-        return settled(config)  # the config has errors, which the command reports later
-    assert isinstance(spec, RunSpec)
-    if fixed := [name for name, role in spec.roles.items() if role.has_policy and name not in automatic]:
-        raise ConfigError(f"{RANKS} with ranks of {', '.join(fixed)} that are not auto: give each role auto, or none")
-    planning, search = leaf("planning.schedule", RANKS), leaf("planning.search", RANKS)
-    try:
-        case = planning.case_of(spec)
-        if case.ranks != ranks:
-            raise ConfigError(f"job.nodes and the engines leave {case.ranks} ranks to the trainer, and it has {ranks}")
-        best, seconds, shared = search.best_ranks(case)
-    except ConfigError as error:
-        raise ConfigError(f"{RANKS}: the times cannot be predicted, set ranks instead: {error}") from error
-    beside = "" if shared in (None, seconds) else f", and {shared:.3g} s with all roles on all ranks"
-    say(f"{RANKS} takes {_words(best, automatic)}: {seconds:.3g} s a cycle are predicted on {case.cluster}{beside}")
-    return settled(config, ranks=best)
+@dataclass(frozen=True)
+class _Choice:
+    """Chooses the values of a run. `recorded`: settings of its first start, see `_recorded`."""
 
+    config: TrainConfig
+    ranks: int
+    recorded: Mapping[str, Any]
+    say: Callable[[str], object]
 
-def _with_staleness(
-    config: TrainConfig, ranks: int, recorded: Mapping[str, Any], say: Callable[[str], object]
-) -> TrainConfig:  # fmt: skip
-    only = settled(config)
-    if only is config:
-        return config
-    number = recorded.get("rollouts", {}).get("max_staleness")
-    if isinstance(number, int):
-        say(f"{STALENESS} takes {number}, because the run was started with this value")
-        return settled(config, staleness=number)
-    if not only.rollouts.ahead:
-        say(f"{STALENESS} takes 0: the engines share the trainer's GPUs, and cannot generate while it trains")
-        return only
-    spec, wrong = specify(only, ranks)
-    if wrong or problems(spec, to_come=True):
-        return only  # the config has errors, which the command reports later
-    assert isinstance(spec, RunSpec)
-    planning = leaf("planning.schedule", STALENESS)
-    try:
-        cluster, schedules = planning.predicted(spec)
-    except ConfigError as error:
-        raise ConfigError(f"{STALENESS}: the rates cannot be predicted, set a number instead: {error}") from error
-    allowed = [
-        schedule for schedule in schedules
-        if not problems(specify(settled(config, staleness=schedule.max_staleness), ranks)[0], to_come=True)
-    ]  # fmt: skip
-    best = planning.best_staleness(allowed)
-    rates = ", ".join(f"{schedule.iterations_per_hour:.3g}" for schedule in allowed)
-    numbers = ", ".join(str(schedule.max_staleness) for schedule in allowed)
-    say(f"{STALENESS} takes {best}: {rates} iterations an hour are predicted for {numbers} on {cluster}")
-    return settled(config, staleness=best)
+    def sets(self) -> Mapping[str, str]:
+        """Returns {role: its ranks} of the roles whose ranks are auto. Returns {} if the config has errors, which the
+        command reports later."""
+        automatic = [name for name, role in self.config.roles.items() if role.ranks == "auto"]
+        if not automatic:
+            return {}
+        roles = self.recorded.get("roles", {})
+        old = {name: str(roles[name]["ranks"]) for name in automatic if "ranks" in roles.get(name, {})}
+        if len(old) == len(automatic) and not rank_sets(roles_of(settled(self.config, ranks=old)), self.ranks)[1]:
+            self.say(f"{RANKS} takes {_words(old)}, because the run was started with these values")
+            return old
+        if (spec := self._valid(settled(self.config))) is None:
+            return {}
+        if fixed := [name for name, role in spec.roles.items() if role.has_policy and name not in automatic]:
+            raise ConfigError(
+                f"{RANKS} with ranks of {', '.join(fixed)} that are not auto: give each role auto, or none"
+            )
+        planning, search = leaf("planning.schedule", RANKS), leaf("planning.search", RANKS)
+        try:
+            case = planning.case_of(spec)
+            if case.ranks != self.ranks:
+                found = f"leave {case.ranks} ranks to the trainer, and it has {self.ranks}"
+                raise ConfigError(f"job.nodes and the engines {found}")
+            best, seconds, shared = search.best_ranks(case)
+        except ConfigError as error:
+            raise ConfigError(f"{RANKS}: the times cannot be predicted, set ranks instead: {error}") from error
+        best = {name: best[name] for name in automatic}
+        beside = "" if shared in (None, seconds) else f", and {shared:.3g} s with all roles on all ranks"
+        self.say(f"{RANKS} takes {_words(best)}: {seconds:.3g} s a cycle are predicted on {case.cluster}{beside}")
+        return best
+
+    def staleness(self, sets: Mapping[str, str]) -> AnyConfig:
+        """Returns the config with these sets of ranks, and with a number for rollouts.max_staleness."""
+        only = settled(self.config, ranks=sets)
+        if self.config.rollouts.max_staleness != "auto" or not isinstance(only, TrainConfig):
+            return only
+        number = self.recorded.get("rollouts", {}).get("max_staleness")
+        if isinstance(number, int):
+            self.say(f"{STALENESS} takes {number}, because the run was started with this value")
+            return settled(self.config, ranks=sets, staleness=number)
+        if not only.rollouts.ahead:
+            self.say(f"{STALENESS} takes 0: the engines share the trainer's GPUs, and cannot generate while it trains")
+            return only
+        if (spec := self._valid(only)) is None:
+            return only
+        planning = leaf("planning.schedule", STALENESS)
+        try:
+            cluster, schedules = planning.predicted(spec)
+        except ConfigError as error:
+            raise ConfigError(f"{STALENESS}: the rates cannot be predicted, set a number instead: {error}") from error
+        allowed = [
+            one
+            for one in schedules
+            if self._valid(settled(self.config, ranks=sets, staleness=one.max_staleness)) is not None
+        ]
+        best = planning.best_staleness(allowed)
+        rates = ", ".join(f"{schedule.iterations_per_hour:.3g}" for schedule in allowed)
+        numbers = ", ".join(str(schedule.max_staleness) for schedule in allowed)
+        self.say(f"{STALENESS} takes {best}: {rates} iterations an hour are predicted for {numbers} on {cluster}")
+        return settled(self.config, ranks=sets, staleness=best)
+
+    def _valid(self, config: AnyConfig) -> RunSpec | None:
+        """Returns the specification of a config; None if it has errors."""
+        spec, wrong = specify(config, self.ranks)
+        return spec if isinstance(spec, RunSpec) and not wrong and not problems(spec, to_come=True) else None
 
 
 def _recorded(directory: RunDirectory, config_text: str) -> Mapping[str, Any]:
@@ -114,5 +128,5 @@ def _recorded(directory: RunDirectory, config_text: str) -> Mapping[str, Any]:
     return settings if same and isinstance(settings, dict) else {}
 
 
-def _words(ranks: Mapping[str, str], names: Sequence[str]) -> str:
-    return ", ".join(f"{name} {ranks[name]}" for name in names)
+def _words(ranks: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {own}" for name, own in ranks.items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -51,8 +51,7 @@ def run(args: argparse.Namespace) -> int:
     work = workload.cycle_work(spec.recipe, spec.roles, prompts, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
     if any(role.ranks == "auto" for role in config.roles.values()):
-        ranks = searching.best_ranks(case)[0]
-        case = case.with_roles(**{name: replace(role, ranks=ranks[name]) for name, role in case.roles.items()})
+        case = searching.with_ranks(case, searching.best_ranks(case)[0])
     plan = make(case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
     case = case.with_staleness(best_staleness(found_schedules)) if auto else case

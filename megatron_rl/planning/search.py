@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -69,7 +69,7 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
     the configured size if it fits.
     """
     placements = Placements(_variants)
-    plain = base.with_roles(**{name: replace(role, ranks=ALL) for name, role in base.roles.items()})
+    plain = with_ranks(base, dict.fromkeys(base.roles, ALL))
     found = [candidate for case in engine_choices(plain) for candidate in placements.candidates(case, keep)]
     found.sort(key=lambda candidate: candidate.seconds)
     shared = [candidate for candidate in found if candidate.shared][:SIMULATED]
@@ -93,10 +93,12 @@ def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
         if not [*case.roles[name].layout.rank_problems(ranks)]:
             yield case.roles[name]
 
-    plain = base.with_roles(**{name: replace(role, ranks=ALL) for name, role in base.roles.items()})
+    plain = with_ranks(base, dict.fromkeys(base.roles, ALL))
     found = Placements(configured).candidates(plain, keep=1)
     apart = sorted((one for one in found if not one.shared), key=lambda candidate: candidate.seconds)[:SIMULATED]
-    cases = [plain, *(plain.with_roles(**_placed(plain, candidate.case)) for candidate in apart)]
+    cases = [plain]
+    for candidate in apart:
+        cases.append(with_ranks(plain, {name: role.ranks for name, role in candidate.case.roles.items()}))
     plans = [(case, make_or_none(case)) for case in cases]
     fitting = [
         (case, simulated(case, plan).cycle_s)
@@ -110,9 +112,9 @@ def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
     return ranks, seconds, next((own for one, own in fitting if one is plain), None)
 
 
-def _placed(base: Case, case: Case) -> dict[str, RoleSpec]:
-    """Returns the roles of `base` with the ranks that they have in `case`."""
-    return {name: replace(role, ranks=case.roles[name].ranks) for name, role in base.roles.items()}
+def with_ranks(case: Case, ranks: Mapping[str, int | str]) -> Case:
+    """Returns a run whose roles have other ranks. `ranks`: {role: its ranks}."""
+    return case.with_roles(**{name: replace(role, ranks=ranks[name]) for name, role in case.roles.items()})
 
 
 def advice(case: Case, base_plan: RunPlan) -> list[str]:

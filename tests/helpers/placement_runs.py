@@ -70,7 +70,7 @@ def tango(
 
 def train(file: Path, *, check: bool = True) -> str:
     """Runs a config. Returns what it printed."""
-    done = program("train", file, check=check)
+    done = program("train", str(file), check=check)
     return done.stdout + done.stderr
 
 
