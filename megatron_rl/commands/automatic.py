@@ -93,7 +93,7 @@ class _Choice:
             return only
         planning = leaf("planning.schedule", STALENESS)
         try:
-            cluster, schedules = planning.predicted(spec)
+            cluster, schedules, _ = planning.predicted(spec)
         except ConfigError as error:
             raise ConfigError(f"{STALENESS}: the rates cannot be predicted, set a number instead: {error}") from error
         allowed = [

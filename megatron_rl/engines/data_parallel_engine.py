@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TypeVar
@@ -38,17 +39,21 @@ class DataParallelEngine:
         commands.serve(self._score_top, lambda asked: engine.score_top(*asked) if asked[0] else [])
 
     def session(self, priority: int = 0, log: SampleLog | None = None) -> BatchedSession:
-        """Returns a new session, whose requests are divided among the ranks."""
-        return BatchedSession(self.generate_rows, self.local.check_ask, self._full, log)
+        """Returns a new session, whose requests are divided among the ranks. `priority`: the index of an iteration + 1,
+        or 0 for the iteration that began last."""
+        iteration = priority - 1 if priority else None
+        run = functools.partial(self.generate_rows, iteration=iteration)
+        return BatchedSession(run, self.local.check_ask, self._full, log)
 
-    def generate_rows(self, rows: Sequence[Row]) -> list[Completion]:
+    def generate_rows(self, rows: Sequence[Row], iteration: int | None = None) -> list[Completion]:
         """Samples one completion per row. The rows are divided among the ranks. Returns [R] completions in the order of
-        the [R] rows. The rows of one request must be adjacent in `rows`.
+        the [R] rows. The rows of one request must be adjacent in `rows`. `iteration`: see Commands.each.
         """
         samples = [len(list(group)) for _, group in groupby(rows, key=lambda row: row.key)]
         shares = split_over_replicas(samples, len(self._ranks))
         told = [(row.tokens, row.key, row.sample, row.sampling) for row in rows]
-        answers = self._commands.each(self._generate, [[told[i] for i in share] for share in shares], self._ranks)
+        orders = [[told[i] for i in share] for share in shares]
+        answers = self._commands.each(self._generate, orders, self._ranks, iteration=iteration)
         return _in_order(shares, answers)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:

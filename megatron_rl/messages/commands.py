@@ -44,17 +44,25 @@ class _Failure:
 
 
 @dataclass(eq=False)
-class _Command:
+class Command:
     """A posted command that has not been answered by all its ranks."""
 
     name: str
     ranks: Sequence[int]
     collective: bool
     about: str  # name of the role to which the command belongs; empty if it belongs to none
+    iteration: int  # index of the iteration to which the command belongs, or of the one that began last
+    posted: float = field(default_factory=time.monotonic)
     results: dict[int, Any] = field(default_factory=dict)  # {rank: result} of the ranks that have answered
     future: Future[Any] = field(default_factory=Future)
     begun: dict[int, float] = field(default_factory=dict)  # {rank: time.monotonic() when its turn came on the rank}
+    ended: dict[int, float] = field(default_factory=dict)  # {rank: time.monotonic() when it answered}
     repeated: BaseException | None = None  # an error that only repeats the error of the first rank
+
+    @property
+    def began(self) -> float:
+        """Returns when the command began: a collective command when its turn came on all its ranks."""
+        return (max if self.collective else min)(self.begun.values())
 
 
 class Commands:
@@ -73,29 +81,36 @@ class Commands:
         self._handlers: dict[str, Handler] = {}
         self._inbox = queue.SimpleQueue[tuple[Any, ...]]()
         self._posting, self._numbers = threading.RLock(), itertools.count()
-        self._commands: dict[int, _Command] = {}  # on rank 0: the commands that are not complete, in order
+        self._commands: dict[int, Command] = {}  # on rank 0: the commands that are not complete, in order
         self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
         self._driving = False
         self._ended = False  # on rank 0: whether the driver has ended, so that no thread may post any more
         self._driver: int | None = None  # id of the driver's thread, on rank 0
         self._threads: list[threading.Thread] = []
         self._handling: int | None = None  # id of the thread that runs a handler
+        self._free = dict[int, float]()  # on rank 0: {rank: time.monotonic() of its last answer}
+        self.iteration = 0  # index of the iteration that the driver began last
+        # called on rank 0 when all ranks have answered a command; must return quickly, and must not post
+        self.completed: Callable[[Command], None] = lambda command: None
 
     def serve(self, name: str, handler: Handler) -> None:
         """Registers a handler under a name. Every rank that a command of this name is posted to must register it."""
         self._handlers[name] = handler
 
-    def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    def each(
+        self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None, *, iteration: int | None = None
+    ) -> list[Any]:
         """Runs the handler with this name on some ranks at the same time, each with its own argument. Returns their
         results in the order of the ranks. Must be called by the driver, in any of its threads.
 
-        `arguments`: one for each rank. `ranks`: numbers of the ranks; None: all ranks. If the handler raises an error
-        on a rank, raises this error (rank 0) or FollowerError when all ranks have answered; the ranks go on.
+        `arguments`: one for each rank. `ranks`: numbers of the ranks; None: all ranks. `iteration`: see Command; None:
+        the one that began last. If the handler raises an error on a rank, raises this error (rank 0) or FollowerError
+        when all ranks have answered; the ranks go on.
         """
         ranks = range(self.size) if ranks is None else ranks
         if len(arguments) != len(ranks):
             raise ValueError(f"{len(arguments)} arguments for {len(ranks)} ranks: give one per rank")
-        results = self._post(name, ranks, arguments, collective=False).result()
+        results = self._post(name, ranks, arguments, collective=False, iteration=iteration).result()
         for rank in ranks:
             if isinstance(results[rank], BaseException):
                 raise results[rank]
@@ -162,7 +177,7 @@ class Commands:
             for number, command in self._commands.items():
                 for rank in command.ranks:
                     if rank not in command.results and first.setdefault(rank, number) == number:
-                        command.begun.setdefault(rank, now)
+                        self._note_turn(command, rank)
             running = [
                 (now - max(command.begun.values()), command)
                 for number, command in self._commands.items()
@@ -176,8 +191,9 @@ class Commands:
         return seconds, f"{command.name}{of} on ranks {ranges(command.ranks)} has no answer of {ranges(missing)}"
 
     def _post(
-        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
-    ) -> Future[dict[int, Any]]:
+        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = "",
+        iteration: int | None = None,
+    ) -> Future[dict[int, Any]]:  # fmt: skip
         """Posts a command. The future gives {rank: result, or the error that its handler raised}."""
         if 0 in ranks:
             self._handler(name)
@@ -190,7 +206,7 @@ class Commands:
         for rank, argument in zip(ranks, arguments, strict=True):
             if rank != 0 and id(argument) not in packed:
                 packed[id(argument)] = pack(argument)
-        command = _Command(name, ranks, collective, about)
+        command = Command(name, ranks, collective, about, self.iteration if iteration is None else iteration)
         with self._posting:
             if self._ended:
                 raise outside
@@ -317,6 +333,8 @@ class Commands:
             of = f" ({command.about})" if command.about else ""
             result = FollowerError(f"rank {rank}{of} failed in {command.name!r}:\n{result.traceback}")
         command.results[rank] = result
+        self._note_turn(command, rank)
+        command.ended[rank] = self._free[rank] = time.monotonic()
         error: BaseException | None = None  # with which the command ends
         if command.collective and isinstance(result, BaseException):
             if repeated:  # the error of the first rank is still to come, and says more
@@ -329,7 +347,12 @@ class Commands:
         if (error := error or command.repeated) is not None:
             command.future.set_exception(error)
         else:
+            self.completed(command)
             command.future.set_result(command.results)
+
+    def _note_turn(self, command: Command, rank: int) -> None:
+        """Notes when the turn of a command came on a rank, which has answered all earlier commands."""
+        command.begun[rank] = max(command.posted, self._free.get(rank, 0.0))
 
     def _lose(self, rank: int, why: str) -> None:
         """Notes that a rank has ended, and ends the commands that wait for it. Runs in a thread of rank 0."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.config.episodes import EpisodeEstimate
@@ -90,6 +90,7 @@ class SetWork:
     scores_s: float = 0.0
     update_s: float
     refit_s: float = 0.0
+    shares: Mapping[str, float] = field(default_factory=dict[str, float])  # {policy: seconds of its update}
     # roles whose servers pause while the set sends weights; None: all engines pause, as with a single set
     paused: Sequence[str] | None = None
 
@@ -215,6 +216,7 @@ def _set_works(
                 update_s=sum(updates[name] for name in policies),
                 refit_s=sum(refits.get(name, 0.0) for name in policies),
                 paused=[case.roles[name].servers for name in policies],
+                shares={name: updates[name] for name in policies},
             )
         )  # fmt: skip
     return works

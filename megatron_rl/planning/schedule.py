@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +28,9 @@ LONGEST_SHARE = 0.01  # assumed share of a role's answers that reach sampling.ma
 # the capacities of engines are divided by the same factor
 VISITS = 500
 KINDS = 8  # approximate maximum number of iterations of a simulated cycle
+TIMELINE = 8  # number of iterations of a predicted timeline, in addition to those of a cycle
+# the phases of timeline.jsonl by the kinds of simulation.Span
+PHASES = {"generation": "generating", "scores": "scoring", "update": "training", "refit": "syncing"}
 _NORMAL = NormalDist()
 
 
@@ -81,14 +85,35 @@ def case_of(spec: RunSpec, device: str = "") -> Case:
     return Case(spec=spec, cluster=cluster, models=models_of(spec.roles, ()), work=work)
 
 
-def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule]]:
-    """Returns the name of the cluster that a specification asks for, and the simulated schedules on that cluster.
+def predicted(spec: RunSpec, device: str = "") -> tuple[str, list[Schedule], dict[str, Any]]:
+    """Returns the name of the cluster that a specification asks for, the simulated schedules on that cluster, and a
+    timeline of some iterations with the configured rollouts.max_staleness.
+
+    The timeline has JSON values: {"cycle": number of iterations of a simulated cycle, "ends": seconds at which the
+    iterations end, from 0, the end of the iteration before them, "intervals": [iteration, role, phase, begin, end] as
+    in timeline.jsonl}. Its first iteration is the first one of a cycle.
 
     `device`: see `case_of`. Raises ConfigError if the sizes of a model are unknown, or if the layouts do not divide
     the cluster.
     """
     case = case_of(spec, device)
-    return str(case.cluster), schedules(case, make(case))
+    plan = make(case)
+    return str(case.cluster), schedules(case, plan), _timeline(case, plan)
+
+
+def _timeline(case: Case, plan: RunPlan) -> dict[str, Any]:
+    (stations, cycle), ahead = _model(case, plan.iterations), case.spec.loop.rollouts.ahead
+    run = Simulation(stations, cycle, ahead, one_at_a_time=False)
+    first = -(-2 * (ahead + 1) // len(cycle)) * len(cycle)  # the iterations before it are not like the later ones
+    run.until(first + len(cycle) + TIMELINE)
+    start = run.ends[first - 1]
+    intervals = [
+        [i - first, policy, PHASES[kind], round(began - start, 3), round(ended - start, 3)]
+        for i, policy, kind, began, ended in run.spans
+        if ended > start
+    ]
+    ends = [round(end - start, 3) for end in run.ends[first - 1 :]]
+    return {"cycle": len(cycle), "ends": ends, "intervals": intervals}
 
 
 def best_staleness(simulations: Sequence[Schedule]) -> int:
@@ -130,6 +155,7 @@ def _model(case: Case, iterations: Sequence[IterationPlan]) -> tuple[list[Statio
                 work = SetWork(
                     ranks=whole, policies=iteration.policies, update_s=simulated_iteration.train_s,
                     refit_s=simulated_iteration.refit_s,
+                    shares=next((own.shares for own in iteration.sets), dict[str, float]()),
                 )  # fmt: skip
                 simulated_iteration = replace(simulated_iteration, sets=[work])
         cycle += [simulated_iteration] * max(1, round(iteration.times * share))
@@ -144,8 +170,9 @@ def _embedded(case: Case, plan: IterationPlan) -> SimulatedIteration:
         seconds = plan.phases[phase] + plan.phases.get(f"{phase}, waiting for tools", 0.0)
         generated.append((case.role_ranks[draw.role], seconds))
     return SimulatedIteration(
-        samples=(), grading_s=plan.phases.get("reward", 0.0), trained=plan.policies, sets=plan.sets, generated=generated
-    )
+        samples=(), grading_s=plan.phases.get("reward", 0.0), trained=plan.policies, sets=plan.sets,
+        generated=generated, writers=[draw.policy for draw in plan.generation],
+    )  # fmt: skip
 
 
 def _simulated(plan: IterationPlan, stations: Mapping[str, Station], scale: float) -> SimulatedIteration:

@@ -9,6 +9,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rl.planning.phases import SetWork
 from megatron_rl.spec.rank_sets import words
@@ -55,6 +56,7 @@ class SimulatedIteration:
     sets: Sequence[SetWork] = ()
     # (ranks, seconds) of each generation by embedded engines, one after the other, in place of `samples`
     generated: Sequence[tuple[range, float]] = ()
+    writers: Sequence[str] = ()  # policy of each item of `generated`
 
     @property
     def works(self) -> Sequence[SetWork]:
@@ -133,6 +135,17 @@ def simulate(
             for ranks, own in busy.items()
         ],
     )  # fmt: skip
+
+
+class Span(NamedTuple):
+    """The simulated seconds in which a policy generates, or in which ranks compute its scores, update it or send its
+    weights. `kind`: as in _Job."""
+
+    iteration: int
+    policy: str
+    kind: str
+    began: float
+    ended: float
 
 
 class _Servers:
@@ -219,6 +232,9 @@ class Simulation:
         self._next, self._scored = 0, False
         self._refits: list[tuple[int, list[_Job]]] = []  # (iteration, weight syncs to be posted)
         self._unfinished = dict[int, int]()  # {iteration: number of sets that have not sent their weights}
+        self.spans, self.ends = list[Span](), list[float]()  # ends: the second at which each iteration is trained
+        # {(iteration, policy): (begin of the first of its samples, end of the last one)} at stations
+        self._generating = dict[tuple[int, str], tuple[float, float]]()
 
     def until(self, trained: int) -> None:
         """Simulates until `trained` iterations are trained, counted from the beginning of the run."""
@@ -331,7 +347,9 @@ class Simulation:
             iteration, _, index, work = heapq.heappop(servers.queue)
             in_flight = self._flying[iteration]
             if not in_flight.visits[index]:
-                in_flight.versions[index] = self._versions[in_flight.work.samples[index].policy]
+                policy = in_flight.work.samples[index].policy
+                in_flight.versions[index] = self._versions[policy]
+                self._generating.setdefault((iteration, policy), (self.now, self.now))
             heapq.heappush(servers.active, (servers.done + work, iteration, index))
 
     def _next_visit(self, iteration: int, index: int) -> None:
@@ -347,6 +365,8 @@ class Simulation:
             self._fill(self._servers[place])
             return
         in_flight.unfinished -= 1
+        key = iteration, in_flight.work.samples[index].policy
+        self._generating[key] = self._generating.get(key, (self.now,))[0], self.now
         for successor in in_flight.later.get(index, ()):
             self._next_visit(iteration, successor)
         if not in_flight.unfinished:
@@ -356,8 +376,11 @@ class Simulation:
         """Ends a command of an iteration, or its grading if `job` is None."""
         if job is None:
             self._ready[iteration] = self._flying.pop(iteration)
+            for key in [key for key in self._generating if key[0] == iteration]:
+                self.spans.append(Span(*key, "generation", *self._generating.pop(key)))
             return
         self._jobs.remove(job)
+        self._note(job)
         if job.work is None:
             self._end_generation(job, self._flying[iteration])
         elif job.kind == "refit":
@@ -374,6 +397,20 @@ class Simulation:
             while self._unfinished.get(self.trained) == 0:
                 del self._unfinished[self.trained], self._ready[self.trained]
                 self.trained += 1
+                self.ends.append(self.now)
+
+    def _note(self, job: _Job) -> None:
+        """Adds the spans of a finished command. A set of ranks works for its policies one after the other."""
+        if job.work is not None:
+            shares = job.work.shares or dict.fromkeys(job.work.policies, 1.0)
+        else:
+            work, place = self._flying[job.iteration].work, self._flying[job.iteration].generated
+            shares = {policy: 1.0 for policy in work.writers[place : place + 1]}
+        began, total = self.now - job.seconds, sum(shares.values())
+        for policy, share in shares.items():
+            ended = began + job.seconds * share / total if total else began
+            self.spans.append(Span(job.iteration, policy, job.kind, began, ended))
+            began = ended
 
     def _end_generation(self, job: _Job, in_flight: _InFlight) -> None:
         """Ends a generation by embedded engines. Posts the next generation of the iteration, or begins the grading."""

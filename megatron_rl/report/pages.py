@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.report import diagnosis, run_sections
+from megatron_rl.report import diagnosis, run_sections, timeline
 from megatron_rl.report.curves import PALETTE, Sorted, plain_charts, sort_curves, thin_clock
 from megatron_rl.report.html_page import as_json, write_page
 from megatron_rl.report.reading import METRICS, RunMetrics, is_run, read_run
@@ -51,6 +51,8 @@ def write_report(
         "seconds": run_sections.seconds(run),
         "schedules": run_sections.schedules(run),
         "schedule_names": run_sections.SCHEDULE_FIGURES,
+        "timeline": timeline.timeline(run),
+        "phases": timeline.PHASES,
         "refits": run_sections.refits(run),
         "evaluations": run_sections.evaluations(run),
         "refit_names": [name.replace("_", " ") for name in run_sections.REFIT_FIGURES],

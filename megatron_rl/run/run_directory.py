@@ -59,6 +59,7 @@ class RunDirectory:
         self.config = path / "config.yaml"
         self.metrics = path / FILE_NAME
         self.refits = path / "refits.jsonl"
+        self.timeline = path / "timeline.jsonl"  # when each role's ranks and engines work
         self.checkpoints = path / "checkpoints"
         self.rollouts = path / "rollouts"
         self.logs = path / "logs"
@@ -183,6 +184,7 @@ def _set_aside(run: Path) -> Path:
     written = (
         "metrics.jsonl",
         "refits.jsonl",
+        "timeline.jsonl",
         "summary.json",
         "inputs.json",
         "rollouts",

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megatron_rl.config import sources
+from megatron_rl.config.engines import Embedded
 from megatron_rl.data.problems import Draw
 from megatron_rl.run.input_digests import Input
 from megatron_rl.session import builders
 from megatron_rl.session.run_parts import RunParts
+from megatron_rl.session.run_timeline import Timeline
 from megatron_rl.texts.text import decode
 from megatron_rl.training.collector import Collector, IterationMaker, ReplayMaker, RolloutMaker, upcoming
 from megatron_rl.training.credit import CreditStage
@@ -25,8 +27,9 @@ FREE_RUN_SETTINGS = (
 
 
 def open_collector(
-    parts: RunParts, context: RolloutContext, store: IterationStore, *, turns: GradeTurns, idle: Callable[[], None]
-) -> Collector:
+    parts: RunParts, context: RolloutContext, store: IterationStore, timeline: Timeline, *, turns: GradeTurns,
+    idle: Callable[[], None],
+) -> Collector:  # fmt: skip
     """Creates the collector, which generates the rollouts of each training iteration. Used on the driver (rank 0).
 
     `turns`: the grader of `context`, which one thread uses at a time; the waiting thread with the earliest iteration is
@@ -55,6 +58,7 @@ def open_collector(
                 context=of_stage,
                 draw=Draw(weights=own.data.weights or None, max_prompt_tokens=longest), max_staleness=ahead,
                 sessions=sessions, turns=turns, ahead=store.ahead,
+                generated=None if isinstance(spec.engine.settings, Embedded) else timeline.generated,
             )  # fmt: skip
         maker = dataclasses.replace(makers[id(spec)], at=lambda number: makers[id(spec.at(number))])
     iterations = upcoming(spec.loop.schedule, parts.progress.state_dict())

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_rl.run.metrics import Sample
 from megatron_rl.session import evaluations
 from megatron_rl.session.run_setup import Driver
+from megatron_rl.session.run_timeline import Timeline
 from megatron_rl.spec.evaluated_sets import EvaluatedSet
 from megatron_rl.texts.text import decode
 from megatron_rl.training.events import Evaluated, Event, Measured, Observer, Said, Trained
@@ -15,7 +16,7 @@ from megatron_rl.types import Rollout
 
 
 def run_observer(
-    driver: Driver, tokenizers: Mapping[str, Any], sets: Sequence[EvaluatedSet], *, seed: int
+    driver: Driver, tokenizers: Mapping[str, Any], sets: Sequence[EvaluatedSet], timeline: Timeline, *, seed: int
 ) -> Observer:  # fmt: skip
     """Returns the observer of a run. Used on the driver (rank 0). `sets`: the problem sets of the run's evaluations.
     `seed`: the setting run.seed."""
@@ -27,6 +28,7 @@ def run_observer(
             case Measured():
                 driver.log(event.cycle, event.scope, event.metrics, iteration=event.iteration)
             case Trained():
+                timeline.write(event.iteration)
                 _show(driver, tokenizers, event)
             case Evaluated():
                 evaluations.write_results(driver.directory, sets, event.iterations, event.answers, seed=seed)

@@ -34,6 +34,7 @@ from megatron_rl.session.run_observer import run_observer
 from megatron_rl.session.run_parts import RunParts, open_parts
 from megatron_rl.session.run_setup import open_driver, open_world_for
 from megatron_rl.session.run_stages import due_resets, in_stages
+from megatron_rl.session.run_timeline import Timeline
 from megatron_rl.session.saving import PolicyFiles
 from megatron_rl.session.trained import export_model
 from megatron_rl.spec.explain import explain_recipe
@@ -99,19 +100,20 @@ def _train(
     )  # fmt: skip
     trainees = {name: builders.trainee(spec.roles[name], spec.run, policy) for name, policy in parts.policies.items()}
     memory = DeviceMemory(trainees, colocated=run_engines.colocated is not None)
-    fleet = _fleet(parts, commands, memory, run_engines)
+    fleet, timeline = _fleet(parts, commands, memory, run_engines), _timeline(parts, commands)
     checkpoints = _checkpoints(parts, fleet)
     sets = evaluations.held_out_sets(
         spec.data.held_out, parts.held_out, spec.reward, stack, greedy=spec.loop.evaluation.greedy
     )
 
     def drive() -> tuple[bool, bool]:
-        collector = open_collector(parts, context, open_store(parts, fresh=fresh), turns=turns, idle=run_engines.tend)
+        store = open_store(parts, fresh=fresh)
+        collector = open_collector(parts, context, store, timeline, turns=turns, idle=run_engines.tend)
         stack.callback(collector.close)
         examiner = Examiner(
             recipe=spec.recipe, sets=sets, context=context, rollouts=collector, served=run_engines.served
         )
-        loop_parts = _loop_parts(parts, fleet, checkpoints, examiner, listener)
+        loop_parts = _loop_parts(parts, fleet, checkpoints, examiner, listener, timeline)
         plan = _plan(parts)
         start(loop_parts, context, plan, parts.progress)
         finished = loop.train(loop_parts, plan, parts.progress)
@@ -125,6 +127,16 @@ def _train(
         owners |= {f"{name}'s engine": engine.local.held_bytes} if isinstance(engine, DataParallelEngine) else {}
     with memory_explained(driver.directory.path, world.rank, owners):
         return _drive(parts, lambda: commands.drive(drive), listener)
+
+
+def _timeline(parts: RunParts, commands: Commands) -> Timeline:
+    """Returns the record of when the roles work. Roles with a policy or an embedded engine work on ranks."""
+    roles, engine = parts.spec.roles, parts.spec.engine
+    embedded = engine.opened if isinstance(engine.settings, Embedded) else ()
+    ranks = {name: parts.ranks[name] for name, role in roles.items() if role.has_policy or name in embedded}
+    timeline = Timeline(parts.driver.directory.timeline, ranks, {name: role.owner for name, role in roles.items()})
+    commands.completed = timeline.ran
+    return timeline
 
 
 def _checkpoints(parts: RunParts, fleet: RankFleet) -> RunCheckpoints:
@@ -145,17 +157,19 @@ def _checkpoints(parts: RunParts, fleet: RankFleet) -> RunCheckpoints:
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
     """Returns {"cluster": name of the cluster, "predicted": [predicted throughput of the run for each value of
-    rollouts.max_staleness]}, or {"not_predicted": reason} if the throughput cannot be predicted.
+    rollouts.max_staleness], "timeline": see planning.schedule.predicted}, or {"not_predicted": reason} if the
+    throughput cannot be predicted.
     """
     if not torch.cuda.is_available():
         return {"not_predicted": "the run has no GPU, and predictions are made for GPUs"}
     gpu = torch.cuda.get_device_properties(0)
     try:
         schedule, hardware = (leaf(f"planning.{name}", "the prediction") for name in ("schedule", "hardware"))
-        cluster, found = schedule.predicted(spec, hardware.device_name(gpu.name, gpu.total_memory / (1 << 30)))
+        device = hardware.device_name(gpu.name, gpu.total_memory / (1 << 30))
+        cluster, found, timeline = schedule.predicted(spec, device)
     except (ConfigError, ArithmeticError, LookupError, ValueError) as error:
         return {"not_predicted": str(error)}
-    return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found]}
+    return {"cluster": cluster, "predicted": [dataclasses.asdict(one) for one in found], "timeline": timeline}
 
 
 def _drive(parts: RunParts, drive: Callable[[], tuple[bool, bool]], listener: Listener | None) -> int:
@@ -280,8 +294,9 @@ def _fleet(parts: RunParts, commands: Commands, memory: DeviceMemory, run_engine
 
 
 def _loop_parts(
-    parts: RunParts, fleet: RankFleet, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None
-) -> loop.Parts:
+    parts: RunParts, fleet: RankFleet, checkpoints: RunCheckpoints, examiner: Examiner, listener: Listener | None,
+    timeline: Timeline,
+) -> loop.Parts:  # fmt: skip
     """Returns the components of the training loop. Used on the driver (rank 0)."""
     spec, driver, progress = parts.spec, parts.driver, parts.progress
     owner_of = {name: role.owner for name, role in spec.roles.items()}
@@ -293,7 +308,7 @@ def _loop_parts(
         loss_of=functools.cache(lambda policy, number: loss_of(spec.at(number).roles[policy])),
         train_without_signal=spec.run.train_without_signal,
     )
-    observe = run_observer(driver, parts.tokenizers, spec.data.held_out, seed=spec.run.seed)
+    observe = run_observer(driver, parts.tokenizers, spec.data.held_out, timeline, seed=spec.run.seed)
 
     def leave() -> bool:
         # after the last iteration, a stop request of the parent program has no effect

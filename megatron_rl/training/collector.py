@@ -131,6 +131,8 @@ class RolloutMaker(IterationMaker):
     # generates all iterations
     at: Callable[[int], RolloutMaker] | None = None
     ahead: WriteAhead | None = None  # stores finished samples and gradings in files; None: they are not stored
+    # called with (iteration, role, begin, end) when an engine has generated, see TimedSession
+    generated: Callable[[int, str, float, float], None] | None = None
 
     def __post_init__(self) -> None:
         if self.max_staleness:  # copy, because the credit stage changes its recipe while threads copy this recipe
@@ -153,9 +155,12 @@ class RolloutMaker(IterationMaker):
         if log is not None:
             context = replace(context, grade=log.grader(context.grade))
         own = {
-            role: IterationEngine(engine, priority, self.sessions, log and log.samples(role))
+            role: IterationEngine(
+                engine, priority, self.sessions, log and log.samples(role),
+                self.generated and functools.partial(self.generated, iteration.number, role),
+            )
             for role, engine in context.engines.items()
-        }
+        }  # fmt: skip
         cut_offs = CutOffCounter(context.grade)
         context = replace(context, engines=own, grade=cut_offs)
         source = ReaderSource(reader, self.prompts_per_iteration, draw=self.draw)

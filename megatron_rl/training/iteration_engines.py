@@ -4,17 +4,28 @@ and another thread can close the sessions.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import itertools
 import threading
+import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.engines.protocol import Engine, EngineError, SampleLog, Session, Tokens, TopScores
+from megatron_rl.engines.protocol import (
+    Completion,
+    Engine,
+    EngineError,
+    SampleLog,
+    Sampling,
+    Session,
+    Tokens,
+    TopScores,
+)
 from megatron_rl.rewards.grading_pool import Graded
 from megatron_rl.training.iteration import Grade
 
@@ -47,23 +58,51 @@ class OpenSessions:
 
 
 @dataclass(frozen=True)
+class TimedSession:
+    """Wraps a session. Implements engines.protocol.Session. `generated`: called with the time.monotonic() of the begin
+    and of the last answer of each call of `answers`.
+    """
+
+    session: Session
+    generated: Callable[[float, float], None]
+
+    def ask(self, key: int, tokens: Tokens, sampling: Sampling, *, after: int | None = None) -> None:
+        self.session.ask(key, tokens, sampling, after=after)
+
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        return self.session.asking()
+
+    def answers(self) -> Iterator[tuple[int, list[Completion]]]:
+        began = ended = time.monotonic()
+        for answer in self.session.answers():
+            ended = time.monotonic()
+            yield answer
+        self.generated(began, ended)
+
+    def close(self) -> None:
+        self.session.close()
+
+
+@dataclass(frozen=True)
 class IterationEngine:
     """Wraps an engine for one iteration. Implements engines.protocol.Engine. New sessions get the iteration's
     `priority` and `log` of finished samples, and are added to `sessions`. Scoring requests keep the default priority 0,
-    which is served first, because scoring requests are short.
+    which is served first, because scoring requests are short. `generated`: see TimedSession.
     """
 
     engine: Engine
     priority: int
     sessions: OpenSessions
     log: SampleLog | None = None
+    generated: Callable[[float, float], None] | None = None
 
     @property
     def version(self) -> int:
         return self.engine.version
 
     def session(self, priority: int = 0, log: SampleLog | None = None) -> Session:
-        return self.sessions.add(self.engine.session(priority or self.priority, log or self.log))
+        session = self.sessions.add(self.engine.session(priority or self.priority, log or self.log))
+        return session if self.generated is None else TimedSession(session, self.generated)
 
     def score(self, sequences: Sequence[Tokens]) -> list[np.ndarray]:
         return self.engine.score(sequences)

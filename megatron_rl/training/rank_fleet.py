@@ -85,6 +85,7 @@ class RankFleet:
     def begin(self, number: int) -> None:
         if self._resets(number):
             self.engines.clear()
+        self._commands.iteration = number
         self._post("begin", number)
 
     def end(self) -> None:

@@ -130,19 +130,28 @@ def naps(commands, world, folder):
 
     commands.serve("nap", nap)
     commands.serve("ask", Asked(commands.rank))
+    ran = []
+    commands.completed, commands.iteration = ran.append, 5
 
     def drive():
         nothing_runs = commands.longest() is None
         napping = commands.together("nap", None, None, [2, 3])
         behind = commands.together("ask", 1, 1, [1, 2, 3])  # it waits for its turn, and is not the longest one
-        answers = [commands.each("ask", [k, k], [0, 1]) for k in range(3)] if not napping.done() else None
+        answers = [commands.each("ask", [k, k], [0, 1], iteration=k) for k in range(3)] if not napping.done() else None
         wait_for(lambda: commands.longest() is not None and commands.longest()[1].endswith("answer of 3"))
         seconds, text = commands.longest()
         (folder / "heard").touch()
         results = [napping.result(), behind.result()]
+        *answered, nap, last = ran
+        times = {
+            "iterations": [command.iteration for command in ran], "names": [command.name for command in ran],
+            "behind the nap": last.posted < nap.ended[3] == last.begun[3] == last.began <= last.ended[3],
+            "each": all(min(c.begun.values()) == c.began <= min(c.ended.values()) for c in answered),
+            "waited": last.begun[1] < last.began,
+        }  # fmt: skip
         return {
             "nothing runs": nothing_runs and commands.longest() is None, "answers": answers, "results": results,
-            "seconds": seconds, "longest": text,
+            "seconds": seconds, "longest": text, "times": times,
         }  # fmt: skip
 
     return commands.drive(drive)

@@ -41,6 +41,10 @@ def make_run(directory: Path) -> Path:
         json_lines.append(
             run.refits, json.dumps({"role": "solver", "version": iteration, "refit/seconds": 0.5}).encode()
         )
+        work = [[iteration, "solver", "training", iteration + 0.25, iteration + 0.75]]
+        sets = [{"ranks": "0-1", "roles": ["solver"], "busy": 0.5}]
+        line = {"iteration": iteration, "began": iteration, "ended": iteration + 1, "sets": sets, "intervals": work}
+        json_lines.append(run.timeline, json.dumps(line).encode())
     run.update_summary({"planned": 4, "finished": True, "accuracy_start": 0.1, "accuracy_end": 0.6})
     job_slices.begin(run.path, JOB, "n0", 3)
     job_slices._append(

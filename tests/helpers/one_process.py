@@ -46,7 +46,8 @@ class CommandsAtOnce(Commands):
         return self._driver == threading.get_ident()
 
     def _post(
-        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = ""
+        self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = "",
+        iteration: int | None = None,
     ) -> Future[dict[int, Any]]:  # fmt: skip
         future = Future[dict[int, Any]]()
         future.set_result({rank: self._handlers[name](arguments[place]) for place, rank in enumerate(ranks)})

@@ -34,8 +34,16 @@ from megatron_rl.training.store import IterationStore
 KINDS = ("link", "FIFO", "directory", "socket", "broken link")
 LIMIT_S = 120  # seconds; a call takes one at most
 FILES = (  # files of a run that a run or its readers open, below the run directory
-    *("config.yaml", "metrics.jsonl", "refits.jsonl", "summary.json", "inputs.json", "environment.json", "lock"),
-    *("slices.jsonl", "stop", "sweep.json", "engines/token", "engines/solver-0.json", "jobs/submitted.jsonl"),
+    *("config.yaml", "metrics.jsonl", "refits.jsonl", "timeline.jsonl", "summary.json", "inputs.json", "lock"),
+    *(
+        "environment.json",
+        "slices.jsonl",
+        "stop",
+        "sweep.json",
+        "engines/token",
+        "engines/solver-0.json",
+        "jobs/submitted.jsonl",
+    ),
     *("logs/run.log", "checkpoints/iteration_000002/COMPLETE.json", "checkpoints/iteration_000002/state.json"),
     *("rollouts/iteration_000000.parquet", ".summary.json.tmp", ".config.yaml.tmp", ".inputs.json.tmp"),
 )

@@ -99,6 +99,10 @@ def test_a_set_whose_rank_naps_delays_no_other_set_and_is_named(tmp_path):
     assert first["answers"] == [[[0, k * 10], [1, k * 10]] for k in range(3)]
     assert first["longest"] == "nap on ranks 2-3 has no answer of 3" and first["seconds"] >= 0
     assert first["results"] == [2, [1, 10]] and first["nothing runs"] and others == [first] * 3
+    assert first["times"] == {
+        "iterations": [0, 1, 2, 5, 5], "names": ["ask"] * 3 + ["nap", "ask"], "behind the nap": True, "each": True,
+        "waited": True,
+    }, "a command begins when its ranks are free, and not when it is posted"  # fmt: skip
 
 
 def test_a_rank_that_dies_ends_its_command_at_once_and_another_set_still_answers(tmp_path):

@@ -68,7 +68,9 @@ def test_hostile_a_start_at_an_impossible_time_is_shown_without_one(whole, tmp_p
     assert "?" in row and "n0" in row
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "refits.jsonl", "slices.jsonl", "summary.json", "config.yaml"])
+@pytest.mark.parametrize(
+    "name", ["metrics.jsonl", "refits.jsonl", "timeline.jsonl", "slices.jsonl", "summary.json", "config.yaml"]
+)
 @pytest.mark.parametrize(
     "content",
     [b"", b"\0" * 500, b"[" * 100_000, b"\xff\xfe", b"{}\n", b"[1]\n", b"null\n", b'"a"', b"9" * 5000],

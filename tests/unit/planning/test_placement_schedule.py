@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,8 @@ from megatron_rl.config.schema import TrainConfig
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.case import own_cluster
 from megatron_rl.planning.phases import SetWork
-from megatron_rl.planning.schedule import schedules, simulated
-from megatron_rl.planning.simulation import ENGINES, Sample, SimulatedIteration, Station, simulate
+from megatron_rl.planning.schedule import predicted, schedules, simulated
+from megatron_rl.planning.simulation import ENGINES, Sample, SimulatedIteration, Simulation, Station, simulate
 
 LEFT, RIGHT, BOTH = range(8), range(8, 12), range(12)
 
@@ -120,6 +121,43 @@ def test_placement_embedded_engines_generate_on_their_roles_ranks(k, seconds):
         assert schedule.engines_idle == pytest.approx(1 - (8 * 2 + 4 * 3) / (12 * 10))
     else:
         assert 8 <= 3600 / schedule.iterations_per_hour <= seconds
+
+
+def test_placement_the_simulation_says_when_each_policy_generates_learns_and_syncs():
+    sets = [work(BOTH, "a", 3.0, scores_s=1.0), work(BOTH, "b", 5.0, refit_s=2.0)]
+    run = Simulation([station("a"), station("b")], [iteration(*sets)], 0, one_at_a_time=False)
+    run.until(2)
+    assert run.ends == pytest.approx([15, 30])
+    assert [span[1:] for span in sorted(run.spans) if span.iteration == 1] == [
+        ("a", "generation", 15, 19), ("a", "refit", 28, 28), ("a", "scores", 19, 20), ("a", "update", 20, 23),
+        ("b", "generation", 15, 19), ("b", "refit", 28, 30), ("b", "update", 23, 28),
+    ]  # fmt: skip
+    shared = SetWork(ranks=BOTH, policies=["a", "b"], update_s=8.0, shares={"a": 1.0, "b": 3.0})
+    embedded = SimulatedIteration(samples=(), sets=[shared], generated=[(LEFT, 2.0), (RIGHT, 3.0)], writers=["a", "b"])
+    run = Simulation([], [embedded], 0, one_at_a_time=False)
+    run.until(1)
+    assert [span[1:] for span in run.spans if span.kind != "refit"] == [
+        ("a", "generation", 0, 2), ("b", "generation", 2, 5), ("a", "update", 5, 7), ("b", "update", 7, 13),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_placement_a_predicted_timeline_begins_with_a_cycle_and_has_its_rate(staleness):
+    config = files.load(
+        TrainConfig, ["examples/published/tango_32b_1.5b.yaml"], [f"rollouts.max_staleness={staleness}"]
+    )
+    _, found, timeline = predicted(spec_of(config), "H100")
+    assert (
+        json.loads(json.dumps(timeline)) == timeline
+        and timeline["ends"][0] == 0
+        and len(timeline["ends"]) == timeline["cycle"] + 9
+    )
+    trained = [(i, role) for i, role, phase, *_ in sorted(timeline["intervals"]) if phase == "training" and i >= 0]
+    kinds = [role for _, role in trained][: timeline["cycle"]]
+    assert {*kinds} == {"generator", "verifier"} and [role for _, role in trained[timeline["cycle"] :]][:2] == kinds[:2]
+    [schedule] = [one for one in found if one.max_staleness == staleness]
+    rate = 3600 * timeline["cycle"] / timeline["ends"][timeline["cycle"]]
+    assert rate == pytest.approx(schedule.iterations_per_hour, rel=0.1)
 
 
 THREE = "examples/published/evolve_three_qwen2.5_3b.yaml"

@@ -150,7 +150,7 @@ def config_of(file, *overrides):
 def test_auto_takes_the_smallest_number_within_5_percent_of_the_best(tmp_path):
     config, said = choice(config_of(PUBLISHED, f"run.dir={tmp_path}"))
     number = config.rollouts.ahead
-    _, found = predicted(spec_of(config))
+    _, found, _ = predicted(spec_of(config))
     assert number == best_staleness(found) and f"takes {number}: " in said
     best = max(one.iterations_per_hour for one in found)
     near = [one.max_staleness for one in found if one.iterations_per_hour >= 0.95 * best]

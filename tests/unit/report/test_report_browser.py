@@ -14,6 +14,7 @@ from talks import CALLING, ENVIRONMENT, LINE, LONG, NINE, PARTNER, POLICY, SAID,
 from megatron_rl.config.schema import Run
 from megatron_rl.main import main
 from megatron_rl.report.pages import write_report
+from megatron_rl.run.json_lines import append
 from megatron_rl.run.metrics import Tracker
 from megatron_rl.run.run_directory import open_run
 from megatron_rl.training.iteration import Collected, Iteration
@@ -79,6 +80,21 @@ def solution(right, says, *, reward=None, length=2, question="how many?"):
     )  # fmt: skip
 
 
+def keep_timeline(run):
+    """Ten iterations of 5 s, with a prediction of 4 s each."""
+    for i in range(10):
+        work = [
+            [i, "solver", "generating", 5 * i + 0.5, 5 * i + 2.0], [i, "judge", "generating", 5 * i + 2.0, 5 * i + 3.0],
+            [i, "solver", "training", 5 * i + 3.0, 5 * i + 4.8], [i, "solver", "syncing", 5 * i + 4.8, 5 * i + 5.0],
+        ]  # fmt: skip
+        sets = [{"ranks": "0-1", "roles": ["solver"], "busy": 3.5}, {"ranks": "2", "roles": ["judge"], "busy": 1.0}]
+        line = {"iteration": i, "began": 5.0 * i, "ended": 5.0 * i + 5, "sets": sets, "intervals": work}
+        append(run.timeline, json.dumps(line).encode())
+    guess = [[i, "solver", "training", 4 * i + 2.0, 4 * i + 4.0] for i in range(9)]
+    timeline = {"cycle": 1, "ends": [4.0 * i for i in range(10)], "intervals": guess}
+    run.update_summary({"schedule": {"cluster": "1x8xH100", "predicted": [], "timeline": timeline}})
+
+
 def log(run, iterations=40, shift=0.0):
     tracker, draw = Tracker(run.metrics), random.Random(0)
     for iteration in range(iterations):
@@ -103,6 +119,7 @@ def report(tmp_path_factory):
     """The report of a run: 60 solutions with verdicts, and episodes of two agents with credit by token and calls."""
     run = open_run(Run(dir=str(tmp_path_factory.mktemp("browser")), name="<i>run"), CONFIG)
     log(run)
+    keep_timeline(run)
     credit = [0.0, -1.0, -1.0, -1.0, 2.0, 0.0, 0.0, 0.0, 1.0, 1.0]
     long = (POLICY, [TOOL, *[LONG] * 30]), (ENVIRONMENT, [SUM]), (POLICY, [3])
     mixed = (POLICY, [3]), (PARTNER, [SUM]), (ENVIRONMENT, [LINE]), (POLICY, [NINE])
@@ -349,6 +366,30 @@ def test_curves_zoom_smooth_and_take_logarithmic_axes(browser):
     assert found["distribution"] == 3
     assert found["hours"] == pytest.approx(40 * 3.5 / 3600, rel=0.1), "of 40 iterations of 3 to 4 s"
     assert found["line"] == pytest.approx([3 * x + 1 for x in range(60)]), "smoothing shifts nothing"
+
+
+def test_the_timeline_draws_predicted_and_measured_rows_on_one_axis(browser):
+    found = browser.run(
+        """
+      const card = document.querySelector(".timeline");
+      const row = (svg) => [svg.getAttribute("aria-label"), svg.getBoundingClientRect().width > 100
+        && svg.getBoundingClientRect().height > 10, svg.querySelectorAll("rect:not(.end)").length];
+      const ends = (svg) => { const [box, all] = [svg.getBoundingClientRect(), [...svg.querySelectorAll(".end")]];
+        return (all[all.length - 1].getBoundingClientRect().right - box.left) / box.width; };
+      const rows = [...card.querySelectorAll("svg")];
+      const training = rows[2].querySelector("rect[y='1']");
+      return { rows: rows.map(row), ends: rows.map(ends), text: card.textContent,
+        title: training.querySelector("title").textContent, colour: getComputedStyle(training).fill };
+    """
+    )
+    assert found["rows"] == [
+        ["solver, predicted", True, 8], ["judge, predicted", True, 0],
+        ["solver, measured", True, 24], ["judge, measured", True, 8],
+    ]  # fmt: skip
+    assert found["ends"] == pytest.approx([0.8, 0.8, 1.0, 1.0], abs=0.01)
+    assert found["title"] == "iteration 3: training, 1.8 s" and found["colour"] == "rgb(44, 162, 95)"
+    idle = "The ranks of the solver (0-1) were idle for 30 % of the time, those of the judge (2) for 80 %."
+    assert idle in found["text"] and "no prediction" not in found["text"]
 
 
 def test_runs_of_a_comparison_can_be_picked_and_seeds_averaged(tmp_path):

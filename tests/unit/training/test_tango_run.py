@@ -49,15 +49,16 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
         generator_template=str(tmp_path / "g.txt"), verifier_template=str(tmp_path / "v.txt"),
     )  # fmt: skip
     context = context_of(lambda p, i, j, s: solution(2, "yes" if (i + j) % 2 else "no"), mixed_verifier)
-    lines, saved, trainees, refits = [], [], {}, {}
+    lines, saved, generated, trainees, refits = [], [], [], {}, {}
     for name in recipe.roles():
         policy = TablePolicy(len(TOKENIZER))
         refits[name] = streaming(policy, context.engines[name])
         trainees[name] = Trainee(policy=policy, loss=PolicyLoss(LossConfig(kl_coef=0.001)))
     progress = loop.Progress()
     maker = RolloutMaker(
-        recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2
-    )
+        recipe=recipe, readers=dict.fromkeys(trainees, Reader(2)), context=context, prompts_per_iteration=2,
+        generated=lambda *interval: generated.append(interval),
+    )  # fmt: skip
     iterations = upcoming(recipe.schedule(), progress.state_dict())
     store = IterationStore(tmp_path / "rollouts")
     collector = Collector(maker, CreditStage(recipe), iterations, store, max_staleness=0)
@@ -78,6 +79,8 @@ def test_the_loop_trains_both_roles_of_tango_and_refits_the_role_that_learned(tm
         (0, 0, "eval"), (0, 0, v), (1, 1, g), (2, 1, g), (3, 1, v), (4, 2, g), (5, 2, g), (6, 2, v), (7, 3, "eval"),
     ]  # fmt: skip
     assert progress.updates == {g: 4, v: 3} and saved == [4, 7]
+    assert {interval[:2] for interval in generated} == {(i, role) for i in range(7) for role in (g, v)}
+    assert all(began <= ended for *_, began, ended in generated)
     assert [context.engines[name].version for name in (g, v)] == [4, 3]
     assert all(m["version_lag"] == 0 and m["kl_ref"] >= 0 for _, _, scope, m in lines if scope != "eval")
     assert [m["alpha"] for _, _, scope, m in lines if scope == g] == pytest.approx(
