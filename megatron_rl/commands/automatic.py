@@ -34,7 +34,8 @@ def chosen(config: AnyConfig, ranks: int, say: Callable[[str], object] = lambda 
         return config
     recorded = _recorded(RunDirectory(config.directory), config_files.dump(config))
     choice = _Choice(config, ranks, recorded, say)
-    return choice.staleness(choice.sets())
+    sets = choice.sets()
+    return settled(config, ranks=sets, staleness=choice.staleness(sets))
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class _Choice:
         if len(old) == len(automatic) and not rank_sets(roles_of(settled(self.config, ranks=old)), self.ranks)[1]:
             self.say(f"{RANKS} takes {_words(old)}, because the run was started with these values")
             return old
-        if (spec := self._valid(settled(self.config))) is None:
+        if (spec := self._valid()) is None:
             return {}
         if fixed := [name for name, role in spec.roles.items() if role.has_policy and name not in automatic]:
             raise ConfigError(
@@ -77,39 +78,35 @@ class _Choice:
         self.say(f"{RANKS} takes {_words(best)}: {seconds:.3g} s a cycle are predicted on {case.cluster}{beside}")
         return best
 
-    def staleness(self, sets: Mapping[str, str]) -> AnyConfig:
-        """Returns the config with these sets of ranks, and with a number for rollouts.max_staleness."""
-        only = settled(self.config, ranks=sets)
-        if self.config.rollouts.max_staleness != "auto" or not isinstance(only, TrainConfig):
-            return only
+    def staleness(self, sets: Mapping[str, str]) -> int | None:
+        """Returns the number for rollouts.max_staleness, if it is auto: None for the number that `settled` takes.
+        `sets`: result of `sets`."""
+        if self.config.rollouts.max_staleness != "auto":
+            return None
         number = self.recorded.get("rollouts", {}).get("max_staleness")
         if isinstance(number, int):
             self.say(f"{STALENESS} takes {number}, because the run was started with this value")
-            return settled(self.config, ranks=sets, staleness=number)
-        if not only.rollouts.ahead:
+            return number
+        if not settled(self.config).rollouts.ahead:
             self.say(f"{STALENESS} takes 0: the engines share the trainer's GPUs, and cannot generate while it trains")
-            return only
-        if (spec := self._valid(only)) is None:
-            return only
+            return None
+        if (spec := self._valid(sets)) is None:
+            return None
         planning = leaf("planning.schedule", STALENESS)
         try:
             cluster, schedules, _ = planning.predicted(spec)
         except ConfigError as error:
             raise ConfigError(f"{STALENESS}: the rates cannot be predicted, set a number instead: {error}") from error
-        allowed = [
-            one
-            for one in schedules
-            if self._valid(settled(self.config, ranks=sets, staleness=one.max_staleness)) is not None
-        ]
+        allowed = [schedule for schedule in schedules if self._valid(sets, schedule.max_staleness) is not None]
         best = planning.best_staleness(allowed)
         rates = ", ".join(f"{schedule.iterations_per_hour:.3g}" for schedule in allowed)
         numbers = ", ".join(str(schedule.max_staleness) for schedule in allowed)
         self.say(f"{STALENESS} takes {best}: {rates} iterations an hour are predicted for {numbers} on {cluster}")
-        return settled(self.config, ranks=sets, staleness=best)
+        return best
 
-    def _valid(self, config: AnyConfig) -> RunSpec | None:
-        """Returns the specification of a config; None if it has errors."""
-        spec, wrong = specify(config, self.ranks)
+    def _valid(self, ranks: Mapping[str, str] | None = None, staleness: int | None = None) -> RunSpec | None:
+        """Returns the specification with these values, see `settled`; None if it has errors."""
+        spec, wrong = specify(settled(self.config, ranks=ranks, staleness=staleness), self.ranks)
         return spec if isinstance(spec, RunSpec) and not wrong and not problems(spec, to_come=True) else None
 
 

@@ -50,9 +50,7 @@ def run(args: argparse.Namespace) -> int:
     episodes = workload.episodes_of(spec.recipe, spec.roles, args.episode)
     work = workload.cycle_work(spec.recipe, spec.roles, prompts, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
-    if any(role.ranks == "auto" for role in config.roles.values()):
-        case = searching.with_ranks(case, searching.best_ranks(case)[0])
-    plan = make(case)
+    plan = make(case := _with_chosen_ranks(case) if "auto" in {r.ranks for r in config.roles.values()} else case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
     case = case.with_staleness(best_staleness(found_schedules)) if auto else case
     plan = simulated(case, make(case) if auto else plan)
@@ -80,6 +78,10 @@ def run(args: argparse.Namespace) -> int:
             tables.show_search(proposals, plan, console)
         console.print(str(run_totals))
     return int(not proposals if args.search else bool(plan.problems))
+
+
+def _with_chosen_ranks(case: Case) -> Case:
+    return searching.with_ranks(case, searching.best_ranks(case)[0])
 
 
 def _roles_of_sets(case: Case) -> dict[str, list[str]]:
