@@ -8,7 +8,8 @@ many ranks as 4 nodes have, with the plan's times, made shorter by one factor.
 
     RUN/over_plan    seconds of an iteration over those that planning.simulation predicts
     RUN/idle_points  largest difference of a set's measured idle share from the predicted one, in points (percent)
-    command_ms       milliseconds of a command that does nothing on all ranks, from its posting to its answer
+    RUN/command_ms   milliseconds that the driver needs to post a command to all ranks
+    RUN/answer_ms    milliseconds until all ranks have answered a command that does nothing
 """
 
 from __future__ import annotations
@@ -208,14 +209,16 @@ def _drive(run: Run, iterations: int, fleet: SleepingFleet, commands: Commands, 
         fleet=fleet, rollouts=collector, desk=desk, examiner=None, checkpoints=nothing, observe=observe,
         leave=lambda: False, watch=watch,
     )  # fmt: skip
-    times = [_seconds(lambda: fleet.everywhere("nothing")) for _ in range(COMMANDS)]
+    times = [_command_seconds(commands) for _ in range(COMMANDS)]
     loop.train(parts, Plan(iterations=iterations, ahead=run.ahead), progress)
     collector.close()
     counted, seconds = len(ends) - skipped, ends[-1] - ends[skipped - 1]
     busy = commands.each("busy", [[]] * run.ranks)
     shares = {own: 1 - fmean(busy[rank] for rank in own) / seconds for own in dict.fromkeys(run.sets.values())}
     return {
-        "iteration_s": seconds / counted, "command_ms": 1000 * median(times),
+        "iteration_s": seconds / counted,
+        "command_ms": 1000 * median(posting for posting, _ in times),
+        "answer_ms": 1000 * median(answer for _, answer in times),
         "idle": {f"{own[0]}-{own[-1]}": share for own, share in shares.items()},
     }  # fmt: skip
 
@@ -239,10 +242,13 @@ class _Nothing:
         return None
 
 
-def _seconds(function: Callable[[], Any]) -> float:
+def _command_seconds(commands: Commands) -> tuple[float, float]:
+    """Posts a command to all ranks. Returns the seconds until it is posted, and until it is answered."""
     start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
+    answer = commands.together("nothing", (), ())
+    posted = time.perf_counter()
+    answer.result()
+    return posted - start, time.perf_counter() - start
 
 
 def measured(run: Run, iterations: int) -> dict[str, Any]:
@@ -272,6 +278,7 @@ def figures(name: str, run: Run, iterations: int) -> dict[str, float]:
         f"{name}/iteration_s": found["iteration_s"],
         f"{name}/over_plan": found["iteration_s"] * plan.iterations_per_hour / 3600,
         f"{name}/idle_points": max(points), **idle, f"{name}/command_ms": found["command_ms"],
+        f"{name}/answer_ms": found["answer_ms"],
     }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import queue
+import struct
 import threading
 import time
 import traceback
@@ -26,6 +27,8 @@ T = TypeVar("T")
 Handler = Callable[[Any], Any]
 DOWN, UP = 1, 2  # tags of messages from the driver and to the driver
 RUN, RETURN, RAISE = "run", "return", "raise"  # kinds of orders: a command, and how the driver has ended
+FIRST = 4096  # bytes of the first message of an order or an answer
+_SIZES = struct.Struct("<qq")  # sizes of an order and of its argument, at the beginning of the first message
 ENDLESS = timedelta(days=365)  # timeout of a rank that waits for a command; cluster.watchdog ends a run that hangs
 
 
@@ -365,20 +368,29 @@ class Commands:
             self._lost[rank] = f"rank {rank} has ended: {why}"
 
     def _send(self, rank: int, tag: int, order: Sequence[Any], packed: bytearray) -> None:
-        head = pack([*order])
-        dist.send(torch.tensor([len(head), len(packed)]), rank, group=self._group, tag=tag)
-        for part in (head, packed):
-            if part:
-                dist.send(torch.frombuffer(part, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        """Sends an order and an argument, in one message if they fit: each message costs two ways through the network,
+        because a sender waits for its receiver."""
+        head, first = pack([*order]), bytearray(FIRST)
+        body = head + packed if _fits(len(head), len(packed)) else head
+        first[: _SIZES.size + len(body)] = _SIZES.pack(len(head), len(packed)) + body
+        dist.send(torch.frombuffer(first, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        if not _fits(len(head), len(packed)):
+            dist.send(torch.frombuffer(packed, dtype=torch.uint8), rank, group=self._group, tag=tag)
 
     def _read(self, rank: int, tag: int) -> tuple[list[Any], bytearray]:
-        sizes = torch.zeros(2, dtype=torch.int64)
-        dist.recv(sizes, rank, group=self._group, tag=tag)
-        head, packed = (bytearray(int(size)) for size in sizes)
-        for part in (head, packed):
-            if part:
-                dist.recv(torch.frombuffer(part, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        first = bytearray(FIRST)
+        dist.recv(torch.frombuffer(first, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        (size, more), found = _SIZES.unpack_from(first), first[_SIZES.size :]
+        head, packed = found[:size], found[size : size + more]
+        if not _fits(size, more):
+            packed = bytearray(more)
+            dist.recv(torch.frombuffer(packed, dtype=torch.uint8), rank, group=self._group, tag=tag)
         return unpack(head), packed
+
+
+def _fits(head: int, packed: int) -> bool:
+    """Returns whether an order and an argument of these sizes in bytes fit into one message."""
+    return _SIZES.size + head + packed <= FIRST
 
 
 def ranges(ranks: Sequence[int]) -> str:
