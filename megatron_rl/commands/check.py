@@ -10,14 +10,13 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron_rl.commands import automatic
 from megatron_rl.commands.settings import load, split
 from megatron_rl.config import files as config_files
 from megatron_rl.config import plugins
 from megatron_rl.config.base import Use
 from megatron_rl.config.schema import RoleConfig, TrainConfig
 from megatron_rl.session.launch_ranks import has_gpu
-from megatron_rl.spec import missing_files
+from megatron_rl.spec import automatic, missing_files
 from megatron_rl.spec.explain import explain, explain_recipe, float32_notes, node_notes
 from megatron_rl.spec.model_gate import check_models, loaded_models
 from megatron_rl.spec.resolve import resolve

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.cluster.slurm_job import job_from
-from megatron_rl.commands import automatic, settings
+from megatron_rl.commands import settings
 from megatron_rl.config import files as config_files
 from megatron_rl.config import schema as configs
 from megatron_rl.config.base import refusing, without_passwords
@@ -24,6 +24,7 @@ from megatron_rl.lib.user_code import told
 from megatron_rl.run.run_directory import check_start, only_one
 from megatron_rl.run.startup_messages import tell
 from megatron_rl.session import launch_ranks
+from megatron_rl.spec import automatic
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import Host, Spec, TrainingSpec
 

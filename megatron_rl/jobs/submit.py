@@ -35,7 +35,7 @@ from megatron_rl.run.atomic_files import write_text
 from megatron_rl.run.run_directory import SWEEP, RunDirectory, check_start
 from megatron_rl.session import generation_progress
 from megatron_rl.session.run_record import read_points
-from megatron_rl.spec import server_gpus
+from megatron_rl.spec import automatic, server_gpus
 from megatron_rl.spec.resolve import resolve
 from megatron_rl.spec.run_spec import TrainingSpec
 
@@ -154,7 +154,7 @@ def for_site(config: Any, profile: Profile, ranks: int, *, to_come: bool = False
     if isinstance(settings, Servers):
         python = settings.python if settings.urls else engine_python(settings, profile)
         config = replace(config, engine=replace(settings, python=python))
-    spec = resolve(config, ranks, to_come=to_come)
+    spec = resolve(automatic.chosen(config, ranks), ranks, to_come=to_come)
     refuse(*site.problems(spec, profile))
     if not isinstance(spec, TrainingSpec):
         refuse(*server_gpus.device_problems(spec.engine if profile.gpus_per_node else None, ranks))

@@ -27,6 +27,7 @@ T = TypeVar("T")
 Handler = Callable[[Any], Any]
 DOWN, UP = 1, 2  # tags of messages from the driver and to the driver
 RUN, RETURN, RAISE = "run", "return", "raise"  # kinds of orders: a command, and how the driver has ended
+LOCK_S = 1.0  # seconds after which a sender that holds the lock is taken to wait for its receiver
 FIRST = 4096  # bytes of the first message of an order or an answer
 _SIZES = struct.Struct("<qq")  # sizes of an order and of its argument, at the beginning of the first message
 ENDLESS = timedelta(days=365)  # timeout of a rank that waits for a command; cluster.watchdog ends a run that hangs
@@ -85,6 +86,7 @@ class Commands:
         self._inbox = queue.SimpleQueue[tuple[Any, ...]]()
         self._posting, self._numbers = threading.RLock(), itertools.count()
         self._commands: dict[int, Command] = {}  # on rank 0: the commands that are not complete, in order
+        self._sending = 0.0, ""  # on rank 0: time when the newest message to a rank began, and its description
         self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
         self._driving = False
         self._ended = False  # on rank 0: whether the driver has ended, so that no thread may post any more
@@ -175,23 +177,33 @@ class Commands:
         """Returns (seconds since the turn of the command came on all its ranks, description) of the command that has
         been running longest; None if no command runs. Called on rank 0.
         """
-        with self._posting:
-            now, first = time.monotonic(), dict[int, int]()  # {rank: number of the rank's next command}
-            for number, command in self._commands.items():
-                for rank in command.ranks:
-                    if rank not in command.results and first.setdefault(rank, number) == number:
-                        self._note_turn(command, rank)
-            running = [
-                (now - max(command.begun.values()), command)
-                for number, command in self._commands.items()
-                if all(rank in command.begun or rank in command.results for rank in command.ranks) and command.begun
-            ]
+        if not self._posting.acquire(timeout=LOCK_S):  # a rank does not receive what is sent to it
+            since, what = self._sending
+            return time.monotonic() - since, what
+        try:
+            running = self._running()
+        finally:
+            self._posting.release()
         if not running:
             return None
         seconds, command = max(running, key=lambda pair: pair[0])
         missing = [rank for rank in command.ranks if rank not in command.results]
         of = f" of {command.about}" if command.about else ""
         return seconds, f"{command.name}{of} on ranks {ranges(command.ranks)} has no answer of {ranges(missing)}"
+
+    def _running(self) -> list[tuple[float, Command]]:
+        """Returns (seconds since the turn of the command came on all its ranks, command) of the commands that run.
+        Called on rank 0 with the lock held."""
+        now, first = time.monotonic(), dict[int, int]()  # {rank: number of the rank's next command}
+        for number, command in self._commands.items():
+            for rank in command.ranks:
+                if rank not in command.results and first.setdefault(rank, number) == number:
+                    self._note_turn(command, rank)
+        return [
+            (now - max(command.begun.values()), command)
+            for command in self._commands.values()
+            if all(rank in command.begun or rank in command.results for rank in command.ranks) and command.begun
+        ]
 
     def _post(
         self, name: str, ranks: Sequence[int], arguments: Sequence[Any], *, collective: bool, about: str = "",
@@ -221,6 +233,7 @@ class Commands:
                 if rank == 0:
                     self._inbox.put((order, argument))
                 else:
+                    self._sending = time.monotonic(), f"{name} is not received by rank {rank}"
                     try:
                         self._send(rank, DOWN, order, packed[id(argument)])
                     except RuntimeError as error:  # the rank has ended, and its thread here has not seen it yet
@@ -371,6 +384,7 @@ class Commands:
         """Sends an order and an argument, in one message if they fit: each message costs two ways through the network,
         because a sender waits for its receiver."""
         head, first = pack([*order]), bytearray(FIRST)
+        assert _SIZES.size + len(head) <= FIRST, f"the name of {order} is too long"
         body = head + packed if _fits(len(head), len(packed)) else head
         first[: _SIZES.size + len(body)] = _SIZES.pack(len(head), len(packed)) + body
         dist.send(torch.frombuffer(first, dtype=torch.uint8), rank, group=self._group, tag=tag)

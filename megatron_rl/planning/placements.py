@@ -6,7 +6,9 @@ The time and memory of a role depend on the role and the size of its set alone, 
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -18,6 +20,9 @@ from megatron_rl.planning.plan import engines_of, plan_role
 from megatron_rl.spec.rank_sets import ALL, words
 from megatron_rl.spec.run_spec import RoleSpec
 
+APART = 40  # number of placements on several sets that are returned for one choice of engines
+# largest number of ways to choose the sizes of a partition's sets; if there are more, sets consist of larger units
+COMPOSITIONS = 20_000
 COMBINATIONS = 150  # approximate number of combinations of layouts that are tried for roles on the same ranks
 
 
@@ -58,7 +63,7 @@ class Placements:
 
     def candidates(self, case: Case, keep: int) -> list[Candidate]:
         """Returns runs with the engines of `case`, and different ranks and layouts of the roles. Of the runs in which
-        all roles share all ranks, the `keep` fastest are returned."""
+        all roles share all ranks, the `keep` fastest are returned, and of the others the APART fastest."""
         servers, engines = engines_of(case)
         if any(server.sequences < 1 for server in servers.values()):
             return []
@@ -70,21 +75,23 @@ class Placements:
         found = sorted(found, key=lambda candidate: candidate.seconds)[:keep]
         if case.colocated:
             return found
-        unit = 1 if case.ranks <= case.cluster.per_node else case.cluster.per_node
+        apart = heapq.nsmallest(APART, self._apart(case, units), lambda blocks: _seconds(case, blocks, generation))
+        return found + [self._candidate(case, blocks, generation) for blocks in apart]
+
+    def _apart(self, case: Case, units: Sequence[tuple[str, ...]]) -> Iterator[list[Block]]:
+        """Yields the ways to put the units of roles on two or more sets of whole nodes, or of ranks of one node."""
         for parts in _partitions(units):
-            for sizes in _compositions(case.ranks // unit, len(parts)):
-                options = [self._block(case, names, size * unit)[:1] for names, size in zip(parts, sizes, strict=True)]
-                found += [self._candidate(case, blocks, generation) for blocks in itertools.product(*options)]
-        return found
+            unit = 1 if case.ranks <= case.cluster.per_node else case.cluster.per_node
+            while math.comb(case.ranks // unit - 1, len(parts) - 1) > COMPOSITIONS:
+                unit *= 2
+            for numbers in _compositions(case.ranks // unit, len(parts)):
+                sizes = [number * unit for number in numbers]
+                sizes[sizes.index(max(sizes))] += case.ranks % unit
+                options = [self._block(case, names, size)[:1] for names, size in zip(parts, sizes, strict=True)]
+                yield from map(list, itertools.product(*options))
 
     def _candidate(self, case: Case, blocks: Sequence[Block], generation: Sequence[float]) -> Candidate:
-        times = [work.times for work in case.work]
-        if case.spec.loop.rollouts.ahead:
-            engines = sum(n * s for n, s in zip(times, generation, strict=True))
-            seconds = max(engines, *(sum(n * s for n, s in zip(times, b.seconds, strict=True)) for b in blocks))
-        else:
-            busiest = [max(own) for own in zip(*(block.seconds for block in blocks), strict=True)]
-            seconds = sum(n * (g + b) for n, g, b in zip(times, generation, busiest, strict=True))
+        seconds = _seconds(case, blocks, generation)
         roles, start = dict[str, RoleSpec](), 0
         for block in blocks:
             for name, choice in block.choices.items():
@@ -132,6 +139,16 @@ class Placements:
         small = sorted(fitting, key=lambda choice: choice.peak + choice.asleep)[: limit // 3]
         fast = [choice for choice in fitting if choice not in small]
         return [*fast[: limit - len(small)], *small]
+
+
+def _seconds(case: Case, blocks: Sequence[Block], generation: Sequence[float]) -> float:
+    """Returns a lower bound of the seconds of a cycle. `generation`: seconds of the rollouts of each iteration."""
+    times = [work.times for work in case.work]
+    if case.spec.loop.rollouts.ahead:
+        engines = sum(n * s for n, s in zip(times, generation, strict=True))
+        return max(engines, *(sum(n * s for n, s in zip(times, b.seconds, strict=True)) for b in blocks))
+    busiest = [max(own) for own in zip(*(block.seconds for block in blocks), strict=True)]
+    return sum(n * (g + b) for n, g, b in zip(times, generation, busiest, strict=True))
 
 
 def roles_ranks(roles: Mapping[str, RoleSpec]) -> list[int | str]:

@@ -31,6 +31,7 @@ ENGINE_SHARES = (1 / 8, 1 / 4, 3 / 8, 1 / 2, 5 / 8, 3 / 4)
 # trainer, OWN_SHARE for a server on a separate GPU
 COLOCATED_SHARE, OWN_SHARE = 0.86, 0.9
 SIMULATED = 40  # number of placements that are simulated, those with the best estimates
+SHARED = 0.99  # roles share all ranks unless a cycle on ranks of their own takes at most this share of the time
 # micro-batch sizes in tokens that are tried in addition to the configured size
 MICRO_BATCHES = (32768, 16384, 8192, 4096)
 WORTH = 0.03  # minimum share of a cycle's time that a change must save to be advised
@@ -84,7 +85,7 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
 
 def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
     """Returns (the ranks of each role with which the run is fastest, seconds of a cycle with them, and with all roles
-    on all ranks). The ranks are values of roles.NAME.ranks. The last value is None if the roles do not fit together.
+    on all ranks). Other ranks than all must save at least 1 - SHARED of the time. The ranks are values of roles.NAME.ranks. The last value is None if the roles do not fit together.
 
     Layouts, micro-batches and engines are the configured ones. Raises ConfigError if nothing fits into memory.
     """
@@ -108,8 +109,10 @@ def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
     if not fitting:
         raise ConfigError("no ranks of the roles fit into memory with these layouts: see `megatron-rl plan --search`")
     case, seconds = min(fitting, key=lambda pair: pair[1])
-    ranks = {name: str(role.ranks) for name, role in case.roles.items()}
-    return ranks, seconds, next((own for one, own in fitting if one is plain), None)
+    shared = next((own for one, own in fitting if one is plain), None)
+    if shared is not None and seconds > SHARED * shared:
+        case, seconds = plain, shared
+    return {name: str(role.ranks) for name, role in case.roles.items()}, seconds, shared
 
 
 def with_ranks(case: Case, ranks: Mapping[str, int | str]) -> Case:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
@@ -41,12 +42,14 @@ class RunCheckpoints:
         # these files are written
         self._saves, self._written = dict[str, Future[Any]](), dict[str, Future[Any]]()
         self._measured = False
+        self._seconds = 0.0  # sum of the seconds that the policies of the first checkpoint took
         fleet.serve("save", lambda policy, number, behind, _: files[policy].save(number, background=behind))
         fleet.serve("written", lambda policy, waits, _: files[policy].written(wait=waits))
         fleet.serve("keep_best", self._keep_best)
 
     def begin(self, number: int) -> None:
         self.settle(wait=True)
+        assert self._due is None, "the loop calls save for a checkpoint before it begins the next one"
         self._fleet.engines.clear()
         with refusing(self._driver.checkpoints, number):
             pending = self._driver.checkpoints.begin(number)
@@ -64,11 +67,14 @@ class RunCheckpoints:
     def settle(self, *, wait: bool) -> int | None:
         if self._due is None or self._state is None or not self._are_written(wait=wait):
             return None
-        number, checkpoints = self._due, self._driver.checkpoints
+        number, checkpoints, start = self._due, self._driver.checkpoints, time.monotonic()
         with refusing(checkpoints, number):
             write_json(checkpoints.pending(number) / STATE, self._state)
             checkpoints.commit(number)
         self._due = self._state = None
+        if not self._measured:  # policies on the same ranks are saved one after the other
+            self._driver.leave.saved(self._seconds + time.monotonic() - start)
+            self._measured = True
         return number
 
     def _are_written(self, *, wait: bool) -> bool:
@@ -77,9 +83,7 @@ class RunCheckpoints:
             return False
         seconds = [answer.result() for answer in self._saves.values()]
         if None not in seconds:
-            if not self._measured:
-                self._driver.leave.saved(max(seconds))
-            self._measured = True
+            self._seconds = sum(seconds)
             return True
         for waits in (False, True) if wait else (False,):
             if not self._written:

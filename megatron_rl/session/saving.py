@@ -98,6 +98,7 @@ class Saver:
         """
         self.settle(wait=True)
         checkpoints, background = self._driver.checkpoints, self._background and self._measured
+        start = time.monotonic()
 
         def begin() -> None:
             (checkpoints.begin(number) / "model").mkdir()
@@ -105,12 +106,14 @@ class Saver:
 
         with refusing(checkpoints, number, self._world):
             self._world.from_leader(begin)
-        seconds, self._due = self._files.save(number, background=background), number
-        if seconds is None:
+        self._files.save(number, background=background)
+        self._due = number
+        if background:
             return None
-        self._driver.leave.saved(seconds)
+        settled = self.settle(wait=True)
+        self._driver.leave.saved(time.monotonic() - start)
         self._measured = True
-        return self.settle(wait=True)
+        return settled
 
     def settle(self, *, wait: bool) -> int | None:
         """Commits the checkpoint that `save` began, if all its files are written. With `wait`, waits until they are

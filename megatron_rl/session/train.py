@@ -184,7 +184,7 @@ def _drive(parts: RunParts, drive: Callable[[], tuple[bool, bool]], listener: Li
     driver.leave.begin()
     if listener is not None:
         listener.tell("begin", iterations=iterations, iteration=progress.number)
-    with freeze_garbageopen_collector():
+    with frozen_garbage_collector():
         finished, stopped = drive()
         driver.summary(_summary(progress, time.monotonic() - started))
         for sentence in never_learned(progress, parts.spec.policy_of):
@@ -241,7 +241,7 @@ def _report(run: Path) -> str:
 
 
 @contextlib.contextmanager
-def freeze_garbageopen_collector() -> Iterator[None]:
+def frozen_garbage_collector() -> Iterator[None]:
     """Context manager that excludes existing objects, such as libraries and models, from garbage collection.
 
     Otherwise the garbage collector would scan these objects at least once per iteration, which blocks all threads for

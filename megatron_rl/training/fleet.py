@@ -66,8 +66,8 @@ class Checkpoints(Protocol):
     """
 
     def begin(self, number: int) -> None:
-        """Begins the checkpoint of `number` iterations, of which all updates have begun: the policies are saved as they
-        are when the commands that are posted already are done. The call does not wait for them.
+        """Begins the checkpoint of `number` iterations, of which all updates have begun: each policy is saved when its
+        updates that have begun are complete. The call does not wait for them.
         """
 
     def save(self, number: int, state: Mapping[str, Any]) -> int | None:

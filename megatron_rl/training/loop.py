@@ -101,6 +101,7 @@ class Flights:
         """`total`: number of iterations of the run."""
         self._parts, self._plan, self._progress, self._total = parts, plan, progress, total
         self._flights = deque[Flight]()
+        self._in_iteration = False  # whether an iteration has begun since Fleet.end was called
         self.leaving = False  # whether the run should save a checkpoint and exit
 
     def __len__(self) -> int:
@@ -126,6 +127,7 @@ class Flights:
         parts, progress = self._parts, self._progress
         fleet, clock = parts.fleet, Clock(parts.watch, parts.fleet.occupied_s)
         fleet.begin(iteration.number)
+        self._in_iteration = True
         collected = collect(fleet, parts.rollouts, iteration, clock, meanwhile=self._finish_what_is_done)
         scored = score(fleet, parts.desk.requests(iteration), collected, clock)
         credited = credit(parts, iteration, scored, progress)
@@ -145,6 +147,9 @@ class Flights:
         """Completes the oldest iterations, until `keep` are left."""
         while len(self._flights) > keep:
             self._complete()
+        if self._in_iteration and not self._flights:
+            self._parts.fleet.end()
+            self._in_iteration = False
 
     def _meets(self, policy: str, updating: Updating) -> bool:
         return updating.metrics is not None and not self._parts.fleet.apart(policy, updating.lesson.policy)
@@ -193,11 +198,9 @@ class Flights:
         parts.observe(Trained(flight.iteration, flight.credited.rollouts))
         progress.iteration_done(flight.iteration)
         parts.rollouts.trained()
-        if not self._flights:
-            parts.fleet.end()
         settle(parts, wait=False)
         parts.observe(Finished(progress.number))
-        self.leaving = parts.leave() or self.leaving
+        self.leaving = self.leaving or parts.leave()
         if flight.state is not None:
             save(parts, plan, progress, flight.state)
 
@@ -325,8 +328,9 @@ def save_due(parts: Parts, plan: Plan, progress: Progress, total: int, number: i
 
 
 def begin_save(parts: Parts, progress: Progress, number: int) -> Mapping[str, Any]:
-    """Begins the checkpoint of `number` iterations, whose updates have begun. Later iterations may begin before these
-    updates are complete, so the state that those change is returned: {section of the checkpoint's state: its values}.
+    """Begins the checkpoint of `number` iterations, whose updates have begun. Returns the
+    part of the checkpoint's state that later iterations change, because they may begin before these updates are
+    complete: {section of the state: its values}.
     """
     settle(parts, wait=True)
     with parts.watch("save"):

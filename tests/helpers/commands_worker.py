@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import sys
 import threading
 import time
@@ -206,17 +207,46 @@ def leader(commands, world, folder):
     return outcome(commands.drive, lambda: future().result())
 
 
+def frozen(commands, world, folder):
+    """Rank 1 stands still, so that it does not receive what is posted, until the watch has seen that."""
+    seen = []
+
+    def freeze(_):
+        if commands.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return os.getpid()
+
+    commands.serve("freeze", freeze)
+    commands.serve("ask", Asked(commands.rank))
+    commands.serve("process", lambda _: os.getpid())
+
+    def watch(process):
+        wait_for(lambda: "is not received" in (commands.longest() or (0.0, ""))[1])
+        seen.append(commands.longest()[1])
+        os.kill(process, signal.SIGCONT)
+
+    def drive():
+        watcher = threading.Thread(target=watch, args=commands.each("process", [None], [1]))
+        watcher.start()
+        commands.together("freeze", None, None, [1])
+        answers = [commands.together("ask", k, k, [1]) for k in range(4)]
+        watcher.join()
+        return [answer.result() for answer in answers]
+
+    return {"answers": commands.drive(drive), "seen": seen}
+
+
 def main(output_path, case):
     dist.init_process_group("gloo")
     world, folder = World(), Path(output_path).parent
     seen = CASES[case](Commands(world), world, folder)
     Path(output_path).write_text(json.dumps(seen))
-    if case in ("rules", "sets", "naps"):  # in the others, ranks have ended
+    if case in ("rules", "sets", "naps", "frozen"):  # in the others, ranks have ended
         world.barrier()
     os._exit(0)
 
 
-CASES = {"rules": rules, "sets": sets, "naps": naps, "death": death, "leader": leader}
+CASES = {"rules": rules, "sets": sets, "naps": naps, "death": death, "leader": leader, "frozen": frozen}
 
 if __name__ == "__main__":
     main(*sys.argv[1:])

@@ -114,6 +114,12 @@ def test_a_rank_that_dies_ends_its_command_at_once_and_another_set_still_answers
     assert seen["again"][0] == "FollowerError" and seen["again"][1].startswith("rank 3 has ended: ")
 
 
+def test_a_rank_that_stands_still_is_named_while_the_driver_waits_to_send_to_it(tmp_path):
+    """The driver waits in a message and holds the lock that the watch takes, too."""
+    first, _ = run_ranks(WORKER, 2, tmp_path, "frozen")
+    assert first == {"answers": [[1, 10 * k] for k in range(4)], "seen": ["ask is not received by rank 1"]}
+
+
 def test_the_first_ranks_error_is_preferred_to_those_that_repeat_it(tmp_path):
     (kind, text), leader, *followers = run_ranks(WORKER, 4, tmp_path, "leader")
     assert kind == "FollowerError" and text.startswith("rank 1 (verifier) failed in 'fails':")

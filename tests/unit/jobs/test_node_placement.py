@@ -8,10 +8,12 @@ from specs import spec_of
 
 from megatron_rl.cluster import profile
 from megatron_rl.config import files
+from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import SftConfig, TrainConfig
 from megatron_rl.jobs import submit
 from megatron_rl.jobs.node_placement import placement
 from megatron_rl.main import main
+from megatron_rl.spec import automatic
 
 A100 = profile.read("a100")
 TANGO = """
@@ -22,6 +24,7 @@ run: {dir: /shared/runs, name: tango}
 job: {nodes: 4}
 """
 APART = ["roles.generator.ranks=0-23", "roles.verifier.ranks=8"]
+MODEL = "model.path=Qwen/Qwen2.5-0.5B"
 SERVERS = ["engine={kind: vllm, tp: 8, replicas: 2}"]
 ENGINES = [
     "element 0-1 of the engines array: vllm servers of generator (8 GPUs each)",
@@ -85,6 +88,17 @@ def test_servers_stand_where_the_batch_script_starts_them(config, monkeypatch):
     ]
     urls = "engine={kind: vllm, start: false, urls: {generator: ['http://n1:8000'], verifier: ['http://n2:8000']}}"
     assert placement(spec_of(config(urls), 32), A100)[1:] == ["engine.urls: vllm servers of generator, verifier"]
+
+
+def test_ranks_that_the_plan_chooses_are_shown(config):
+    settings = [f"roles.{role}.{own}" for role in ("generator", "verifier") for own in ("ranks=auto", MODEL)]
+    settings += ["engine={kind: vllm, tp: 2, replicas: 2}", "job.nodes=2"]
+    chosen = automatic.chosen(config(*settings), 16)
+    planned = submit.plan_run(config(*settings), A100, command="train", to_come=True)
+    assert planned.placement[:-2] == placement(spec_of(chosen, 16), A100)[:-2] != []
+    assert "ranks: auto" in planned.files["config.yaml"], "the job chooses, or keeps what an earlier start chose"
+    with pytest.raises(ConfigError, match="that are not auto"):
+        submit.plan_run(config(*settings, "roles.verifier.ranks=all"), A100, command="train", to_come=True)
 
 
 def test_a_sweep_says_what_all_its_runs_have_in_common(config):

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from plan_cases import case_of
 
-from megatron_rl.commands.automatic import chosen
 from megatron_rl.config import files
 from megatron_rl.config.base import ConfigError
 from megatron_rl.config.schema import TrainConfig
@@ -17,6 +16,7 @@ from megatron_rl.main import main
 from megatron_rl.planning import plan as plans
 from megatron_rl.planning.schedule import simulated
 from megatron_rl.run.run_directory import check_start
+from megatron_rl.spec.automatic import chosen
 
 THREE = Path(__file__).parents[3] / "examples/published/evolve_7b_3b_1.5b.yaml"
 ROLES = ("proposer", "solver", "judge")

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from plan_cases import spec_of
 
-from megatron_rl.commands.automatic import chosen
 from megatron_rl.commands.parser import build_parser
 from megatron_rl.commands.plan import run as plan_command
 from megatron_rl.config import files
@@ -20,6 +19,7 @@ from megatron_rl.config.schema import TrainConfig
 from megatron_rl.planning.schedule import best_staleness, lengths, predicted
 from megatron_rl.planning.simulation import Sample, SimulatedIteration, Station, simulate
 from megatron_rl.run.run_directory import check_start
+from megatron_rl.spec.automatic import chosen
 
 EXAMPLES = Path(__file__).parents[3] / "examples/published"
 PUBLISHED = EXAMPLES / "scalerl_qwen3_8b.yaml"

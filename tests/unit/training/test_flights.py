@@ -19,12 +19,14 @@ class Notes:
 
     def __init__(self, schedule, *, ahead=0, silent=(), save_every=0):
         self.events, self.silent, self.states = [], silent, []
+        self.around, self.done = [], False  # done: whether an update is complete as soon as it has begun
         self.iterations = [
             Iteration(cycle=0, index=i, roles=tuple(roles.split()), number=i, updates={})
             for i, roles in enumerate(schedule)
         ]
         fleet = SimpleNamespace(
-            begin=lambda number: None, end=lambda: None, generate=lambda: None, occupied_s=lambda: None,
+            begin=lambda number: self.around.append(f"begin {number}"), end=lambda: self.around.append("end"),
+            generate=lambda: None, occupied_s=lambda: None,
             apart=lambda a, b: {*RANKS[a]}.isdisjoint(RANKS[b]), update=self.update,
             refit=lambda policy, version: self.events.append(f"refit {policy} {version}"),
         )  # fmt: skip
@@ -55,6 +57,9 @@ class Notes:
         notes = self
 
         class Ending(Future):
+            def done(self):
+                return notes.done
+
             def result(self, timeout=None):
                 notes.events.append(f"end {lesson.policy}")
                 return {}
@@ -119,3 +124,18 @@ def test_placement_a_checkpoint_is_a_place_in_the_order_and_no_pause():
 def test_placement_of_a_policy_without_signal_is_no_update():
     events = Notes(["generator verifier"], silent=("generator",)).run()
     assert events == "begin verifier, end verifier, refit verifier 1, trained"
+
+
+def test_placement_an_iteration_ends_on_the_ranks_when_none_is_in_flight():
+    """Iteration 0 is completed while the rollouts of iteration 1 are awaited: its end would end iteration 1."""
+    notes = Notes(["generator", "verifier"], ahead=1)
+
+    def take(iteration, meanwhile):
+        notes.done = iteration.number == 1
+        meanwhile()
+        return Collected(rollouts={}, metrics={}, credited=True)
+
+    notes.parts.rollouts.take = take
+    events = notes.run().split(", ")
+    assert events.index("trained") < events.index("begin verifier")
+    assert notes.around == ["begin 0", "begin 1", "end"]
