@@ -85,7 +85,8 @@ def search(base: Case, *, keep: int = 5) -> list[Proposal]:
 
 def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
     """Returns (the ranks of each role with which the run is fastest, seconds of a cycle with them, and with all roles
-    on all ranks). Other ranks than all must save at least 1 - SHARED of the time. The ranks are values of roles.NAME.ranks. The last value is None if the roles do not fit together.
+    on all ranks). The ranks are values of roles.NAME.ranks; others than `all` save at least 1 - SHARED of the time. The
+    last value is None if the roles do not fit together.
 
     Layouts, micro-batches and engines are the configured ones. Raises ConfigError if nothing fits into memory.
     """
