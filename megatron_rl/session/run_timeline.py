@@ -36,8 +36,8 @@ class Interval(NamedTuple):
 class Timeline:
     """Records the time of each role on the driver (rank 0), and writes one line for each iteration. Thread-safe.
 
-    A line has the intervals that ended since the last line, and for each set of ranks the seconds in which one of its
-    ranks ran a command, averaged over the ranks. What happens before the first iteration is not recorded.
+    A line has the intervals that ended since the last line, and for each set of ranks the seconds in which a rank of
+    it ran commands (the mean over its ranks). What happens before the first iteration is not recorded.
     """
 
     def __init__(self, path: Path, ranks: Mapping[str, Sequence[int]], owner_of: Mapping[str, str]) -> None:
