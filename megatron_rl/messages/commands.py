@@ -73,9 +73,9 @@ class Commands:
     """Posts commands to ranks. Every rank creates an instance, with the same handlers; `drive` starts the driver.
 
     No deadlock is possible, because each rank runs its commands in the order of one list: the oldest command that is
-    not complete is the next one on all its ranks. Sending waits until the other rank receives; each rank
-    receives in a thread of its own, so that posting never waits until a rank has finished its work. Rank 0 has one such thread for each other rank, in which a closed connection
-    shows at once.
+    not complete is the next one on all its ranks. Sending waits until the other rank receives; each rank receives in a
+    thread of its own, so that posting never waits until a rank has finished its work. Rank 0 has one such thread for
+    each other rank, in which a closed connection shows at once.
     """
 
     def __init__(self, world: World) -> None:
