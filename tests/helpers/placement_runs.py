@@ -20,8 +20,6 @@ from megatron_rl.messages.commands import Commands
 from megatron_rl.recipes.tango import Tango
 
 NAPS, KILL = "PLACEMENT_NAPS", "PLACEMENT_KILL"  # seed of the naps; RANK:NUMBER of the command before which it dies
-MEET = "PLACEMENT_MEET"  # directory: in the second update of each role, the ranks 1 and 3 wait for each other
-MEET_S = 120.0  # seconds after which a rank goes on alone
 _handler = Commands._handler
 _numbers: dict[int, int] = {}  # {rank: commands so far}, in a process of a run
 
@@ -36,23 +34,9 @@ def _napping(commands: Commands, name: str) -> Callable[[Any], Any]:
         if os.environ.get(KILL) == f"{commands.rank}:{number}":
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(random.Random(f"{seed} {commands.rank} {number}").choice((0.0, 0.0, 0.02, 0.2)))
-        if name == "train" and MEET in os.environ:
-            _meet(Path(os.environ[MEET]), commands.rank)
         return handler(argument)
 
     return run
-
-
-def _meet(folder: Path, rank: int) -> None:
-    """Waits in the second update of a rank until the ranks 1 and 3 are there."""
-    updates = folder / f"updates of {rank}"
-    updates.write_text(f"{updates.read_text() if updates.exists() else ''}.")
-    if len(updates.read_text()) != 2:
-        return
-    (folder / f"rank {rank}").touch()
-    until = time.monotonic() + MEET_S
-    while not all((folder / f"rank {other}").exists() for other in (1, 3)) and time.monotonic() < until:
-        time.sleep(0.01)
 
 
 @dataclass(kw_only=True)
@@ -96,16 +80,16 @@ def weights(base: Path, name: str) -> dict[str, bytes]:
     return {f"{file.parent.name} {key}": array.tobytes() for file in files for key, array in load_file(file).items()}
 
 
-def overlaps(base: Path, name: str) -> list[tuple[int, int]]:
-    """Returns the pairs of iterations of which one updates the generator while the other one updates the verifier, by
-    the intervals that a run of one start has recorded."""
-    lines = [json.loads(line) for line in (base / "runs" / name / "timeline.jsonl").read_text().splitlines()]
+def overlaps(run: Path, one: str, other: str) -> list[tuple[int, int]]:
+    """Returns the pairs of iterations of which the first updates the role `one` while the second updates the role
+    `other`, by the intervals that a run of one start has recorded. `run`: its directory."""
+    lines = [json.loads(line) for line in (run / "timeline.jsonl").read_text().splitlines()]
     updates = [interval for line in lines for interval in line["intervals"] if interval[2] == "training"]
     return [
         (first[0], second[0])
         for first in updates
         for second in updates
-        if first[1] == "generator" and second[1] == "verifier" and max(first[3], second[3]) < min(first[4], second[4])
+        if (first[1], second[1]) == (one, other) and max(first[3], second[3]) < min(first[4], second[4])
     ]
 
 

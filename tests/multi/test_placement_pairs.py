@@ -11,13 +11,14 @@ from typing import Any
 
 import cut_runs
 import golden_runs
+import placement_runs
 import pytest
 import test_critics_run
 import test_lora_run
 
 pytestmark = [pytest.mark.multi, pytest.mark.slow]
 RANKS = 6
-QUICK = ("critics", "reward_model", "three_ahead")  # the others: make test-more
+QUICK = ("critics", "three_ahead")  # the others: make test-more
 Make = Callable[[Path, str], dict[str, Any]]
 
 
@@ -88,3 +89,6 @@ def test_placement_of_pairs_gives_the_bits_of_shared_ranks(base, name):
     own = placed(make(base, apart), sets, staleness, RANKS)
     cut_runs.run_all(base, [(own, leave_after), (own, None)] if leave_after else [(own, None)], RANKS)
     cut_runs.assert_same(base / "runs" / shared, base / "runs" / apart)
+    if name == "three_ahead":  # all three are updated in each iteration
+        found = placement_runs.overlaps(base / "runs" / apart, "solver", "judge")
+        assert found and all(first == second for first, second in found), "the roles' updates run at the same time"

@@ -27,7 +27,7 @@ class Ranks(CommandsAtOnce):
         super().__init__()
         self.size, self.sent = size, list[list[Any]]()
 
-    def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None) -> list[Any]:
+    def each(self, name: str, arguments: Sequence[Any], ranks: Sequence[int] | None = None, **_: object) -> list[Any]:
         assert len(arguments) == (self.size if ranks is None else len(ranks))
         self.sent.append(list(arguments))
         there = [unpack(pack(argument)) for argument in arguments]
