@@ -36,7 +36,6 @@ from megatron_rl.config import files
 from megatron_rl.config.schema import LossConfig, TrainConfig
 from megatron_rl.messages.commands import Commands
 from megatron_rl.messages.world import World
-from megatron_rl.planning.case import Case
 from megatron_rl.planning.phases import SetWork
 from megatron_rl.planning.plan import make
 from megatron_rl.planning.schedule import case_of
@@ -56,6 +55,7 @@ from megatron_rl.types import Author, Rollout
 
 THREE = Path(__file__).parent.parent / "examples/published/evolve_7b_3b_1.5b.yaml"
 SETS = {"proposer": "0-7", "solver": "8-23", "judge": "24-31"}  # of `planned`: ranks of 4 nodes
+REPLICAS = 24  # servers of each role in `planned`: with fewer, all ranks wait for rollouts nearly all of the time
 COMMANDS = 200
 OVER_PLAN, IDLE_POINTS, COMMAND_MS = 1.05, 5.0, 5.0
 
@@ -283,21 +283,24 @@ def figures(name: str, run: Run, iterations: int) -> dict[str, float]:
 
 
 def planned(iteration_s: float) -> Run:
-    """Returns the run of three roles with the plan's times, of which the longest update takes a third of
+    """Returns the run of three roles with the plan's times, made shorter by one factor, so that an iteration takes
     `iteration_s` seconds."""
     ranks = [f"roles.{role}.ranks={own}" for role, own in SETS.items()]
-    config = files.load(TrainConfig, [THREE], ["job.nodes=4", *ranks])
-    case: Case = case_of(resolve(config, 32, to_come=True), "H100")
+    config = files.load(TrainConfig, [THREE], ["job.nodes=4", f"engine.replicas={REPLICAS}", *ranks])
+    case = case_of(resolve(config, 32, to_come=True), "H100")
     [iteration] = make(case).iterations
     sets = {role: case.role_ranks[role] for role in SETS}
-    seconds = {work.ranks: (work.update_s, work.refit_s) for work in iteration.sets}
-    written = sum(own for phase, own in iteration.phases.items() if phase.startswith(("rollout", "reward")))
-    shorter = iteration_s / 3 / max(update for update, _ in seconds.values())
-    return Run(
+    works = {work.ranks: work for work in iteration.sets}
+    run = Run(
         ranks=case.ranks, sets=sets, schedule=[tuple(SETS)], ahead=case.spec.loop.rollouts.ahead,
-        update_s={role: shorter * seconds[own][0] for role, own in sets.items()},
-        refit_s={role: shorter * seconds[own][1] for role, own in sets.items()},
-        rollout_s=shorter * written,
+        update_s={role: works[own].update_s for role, own in sets.items()},
+        refit_s={role: works[own].refit_s for role, own in sets.items()},
+        rollout_s=sum(own for phase, own in iteration.phases.items() if phase.startswith(("rollout", "reward"))),
+    )  # fmt: skip
+    shorter = iteration_s * run.predicted().iterations_per_hour / 3600
+    return replace(
+        run, update_s={role: shorter * own for role, own in run.update_s.items()},
+        refit_s={role: shorter * own for role, own in run.refit_s.items()}, rollout_s=shorter * run.rollout_s,
     )  # fmt: skip
 
 

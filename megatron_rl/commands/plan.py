@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_rl.commands.settings import load
 from megatron_rl.config.base import refuse
 from megatron_rl.config.schema import JobConfig, TrainConfig
+from megatron_rl.models.shape import Shape
 from megatron_rl.planning import other_commands, tables, totals, workload
 from megatron_rl.planning import search as searching
 from megatron_rl.planning.alternatives import alternatives
@@ -26,7 +27,7 @@ from megatron_rl.planning.totals import Totals
 from megatron_rl.spec.explain import float32_notes
 from megatron_rl.spec.rank_sets import words
 from megatron_rl.spec.resolve import engine_of, resolve, specify
-from megatron_rl.spec.run_spec import ClusterSpec, EvalSpec, SftSpec
+from megatron_rl.spec.run_spec import ClusterSpec, EvalSpec, SftSpec, Spec
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,13 +45,14 @@ def run(args: argparse.Namespace) -> int:
     models = workload.models_of(config.roles, args.shape)
     spec = resolve(config, trainer_gpus(engine, cluster), to_come=True)
     fills, names = workload.fills_of(spec.roles, args.fill), [held_out.name for held_out in spec.data.held_out]
-    notes = workload.guess_notes(models) + float32_notes(spec)
-    rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
+    rows = _rows(args, spec, models, names)
     draws, prompts = workload.draws_of(spec.roles, args.draws), spec.run.prompts_per_iteration
     episodes = workload.episodes_of(spec.recipe, spec.roles, args.episode)
     work = workload.cycle_work(spec.recipe, spec.roles, prompts, fills=fills, episodes=episodes, draws=draws)
     case = Case(spec=spec, cluster=cluster, models=models, work=work)
-    plan = make(case := _with_chosen_ranks(case) if "auto" in {r.ranks for r in config.roles.values()} else case)
+    if any(role.ranks == "auto" for role in config.roles.values()):
+        case = searching.with_ranks(case, searching.best_ranks(case)[0])
+    plan = make(case)
     found_schedules, auto = schedules(case, plan), config.rollouts.max_staleness == "auto"
     case = case.with_staleness(best_staleness(found_schedules)) if auto else case
     plan = simulated(case, make(case) if auto else plan)
@@ -80,8 +82,10 @@ def run(args: argparse.Namespace) -> int:
     return int(not proposals if args.search else bool(plan.problems))
 
 
-def _with_chosen_ranks(case: Case) -> Case:
-    return searching.with_ranks(case, searching.best_ranks(case)[0])
+def _rows(args: argparse.Namespace, spec: Spec, models: Mapping[str, Shape], names: Sequence[str]) -> Rows:
+    """Returns the numbers of problems that the user gave. `names`: names of the problem sets."""
+    notes = workload.guess_notes(models) + float32_notes(spec)
+    return Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
 
 
 def _roles_of_sets(case: Case) -> dict[str, list[str]]:
@@ -109,8 +113,7 @@ def _other(args: argparse.Namespace) -> int:
     spec = resolve(config, ranks if isinstance(spec, SftSpec) else 1, to_come=True)
     models, fills = workload.models_of(run.roles, args.shape), workload.fills_of(run.roles, args.fill)
     names = [evaluated.name for evaluated in spec.evaluated] if isinstance(spec, EvalSpec) else ["data"]
-    notes = workload.guess_notes(models) + float32_notes(spec)
-    rows = Rows(user_counts=workload.rows_given(names, args.rows), notes=notes)
+    rows = _rows(args, spec, models, names)
     case = Case(spec=run, cluster=cluster, models=models, work=other_commands.work_of(spec, run.roles, rows, fills))
     plan = make(case)
     run_totals = totals.of_command(spec, case, plan, rows)

@@ -79,7 +79,8 @@ def specify(
     args: argparse.Namespace, place: launch_ranks.Place | None, say: Callable[[str], object] = lambda text: None
 ) -> Spec:
     """Returns the specification of the run, after all checks. Rank 0, or the process that starts the ranks, also checks
-    this host. `place`: this process's rank; None if there is no launcher. `say`: see `automatic.chosen`."""
+    this host. `place`: this process's rank; None if there is no launcher. `say`: gets a
+    message about each setting whose value `auto` was replaced."""
     config = read(args)
     nproc, host = config.launch.nproc, None
     if place is None or place.rank == 0:

@@ -27,8 +27,8 @@ T = TypeVar("T")
 Handler = Callable[[Any], Any]
 DOWN, UP = 1, 2  # tags of messages from the driver and to the driver
 RUN, RETURN, RAISE = "run", "return", "raise"  # kinds of orders: a command, and how the driver has ended
-LOCK_S = 1.0  # seconds after which a sender that holds the lock is taken to wait for its receiver
-FIRST = 4096  # bytes of the first message of an order or an answer
+LOCK_S = 1.0  # seconds for which `longest` waits for the lock; a thread that holds it for longer is sending a message
+FIRST = 4096  # size in bytes of the first message in which an order or an answer is sent
 _SIZES = struct.Struct("<qq")  # sizes of an order and of its argument, at the beginning of the first message
 ENDLESS = timedelta(days=365)  # timeout of a rank that waits for a command; cluster.watchdog ends a run that hangs
 
@@ -86,7 +86,8 @@ class Commands:
         self._inbox = queue.SimpleQueue[tuple[Any, ...]]()
         self._posting, self._numbers = threading.RLock(), itertools.count()
         self._commands: dict[int, Command] = {}  # on rank 0: the commands that are not complete, in order
-        self._sending = 0.0, ""  # on rank 0: time when the newest message to a rank began, and its description
+        # on rank 0: (when a message to a rank began, description), while it waits for its receiver
+        self._sending: tuple[float, str] | None = None
         self._lost: dict[int, str] = {}  # on rank 0: {rank that ended: why}
         self._driving = False
         self._ended = False  # on rank 0: whether the driver has ended, so that no thread may post any more
@@ -94,7 +95,7 @@ class Commands:
         self._threads: list[threading.Thread] = []
         self._handling: int | None = None  # id of the thread that runs a handler
         self._free = dict[int, float]()  # on rank 0: {rank: time.monotonic() of its last answer}
-        self.iteration = 0  # index of the iteration that the driver began last
+        self.iteration = 0  # index of the newest iteration that the driver has begun: the first iteration has index 0
         # called on rank 0 when all ranks have answered a command; must return quickly, and must not post
         self.completed: Callable[[Command], None] = lambda command: None
 
@@ -178,8 +179,8 @@ class Commands:
         been running longest; None if no command runs. Called on rank 0.
         """
         if not self._posting.acquire(timeout=LOCK_S):  # a rank does not receive what is sent to it
-            since, what = self._sending
-            return time.monotonic() - since, what
+            sending = self._sending
+            return None if sending is None else (time.monotonic() - sending[0], sending[1])
         try:
             running = self._running()
         finally:
@@ -233,7 +234,6 @@ class Commands:
                 if rank == 0:
                     self._inbox.put((order, argument))
                 else:
-                    self._sending = time.monotonic(), f"{name} is not received by rank {rank}"
                     try:
                         self._send(rank, DOWN, order, packed[id(argument)])
                     except RuntimeError as error:  # the rank has ended, and its thread here has not seen it yet
@@ -387,9 +387,15 @@ class Commands:
         assert _SIZES.size + len(head) <= FIRST, f"the name of {order} is too long"
         body = head + packed if _fits(len(head), len(packed)) else head
         first[: _SIZES.size + len(body)] = _SIZES.pack(len(head), len(packed)) + body
-        dist.send(torch.frombuffer(first, dtype=torch.uint8), rank, group=self._group, tag=tag)
-        if not _fits(len(head), len(packed)):
-            dist.send(torch.frombuffer(packed, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        if tag == DOWN:
+            name = order[2] if order[0] == RUN else "the end of the driver"
+            self._sending = time.monotonic(), f"{name} is not received by rank {rank}"
+        try:
+            dist.send(torch.frombuffer(first, dtype=torch.uint8), rank, group=self._group, tag=tag)
+            if not _fits(len(head), len(packed)):
+                dist.send(torch.frombuffer(packed, dtype=torch.uint8), rank, group=self._group, tag=tag)
+        finally:
+            self._sending = None
 
     def _read(self, rank: int, tag: int) -> tuple[list[Any], bytearray]:
         first = bytearray(FIRST)

@@ -62,8 +62,8 @@ class Placements:
         self._blocks: dict[tuple[str, tuple[str, ...], int], list[Block]] = {}
 
     def candidates(self, case: Case, keep: int) -> list[Candidate]:
-        """Returns runs with the engines of `case`, and different ranks and layouts of the roles. Of the runs in which
-        all roles share all ranks, the `keep` fastest are returned, and of the others the APART fastest."""
+        """Returns variants of the run `case`, which differ in the ranks and layouts of the roles: the `keep` fastest
+        ones in which all roles share all ranks, and the APART fastest ones in which they do not."""
         servers, engines = engines_of(case)
         if any(server.sequences < 1 for server in servers.values()):
             return []

@@ -19,6 +19,7 @@ from megatron_rl.planning.phases import IterationPlan, SetWork
 from megatron_rl.planning.plan import RunPlan, make
 from megatron_rl.planning.simulation import Sample, Schedule, SimulatedIteration, Simulation, Station, simulate
 from megatron_rl.planning.workload import cycle_work, models_of
+from megatron_rl.run.work_intervals import GENERATING, SCORING, SYNCING, TRAINING
 from megatron_rl.spec.run_spec import RunSpec
 
 STALENESS = range(5)  # values of rollouts.max_staleness that a plan compares
@@ -30,7 +31,7 @@ VISITS = 500
 KINDS = 8  # approximate maximum number of iterations of a simulated cycle
 TIMELINE = 8  # number of iterations of a predicted timeline, in addition to those of a cycle
 # the phases of timeline.jsonl by the kinds of simulation.Span
-PHASES = {"generation": "generating", "scores": "scoring", "update": "training", "refit": "syncing"}
+PHASE_OF = {"generation": GENERATING, "scores": SCORING, "update": TRAINING, "refit": SYNCING}
 _NORMAL = NormalDist()
 
 
@@ -108,7 +109,7 @@ def _timeline(case: Case, plan: RunPlan) -> dict[str, Any]:
     run.until(first + len(cycle) + TIMELINE)
     start = run.ends[first - 1]
     intervals = [
-        [i - first, policy, PHASES[kind], round(began - start, 3), round(ended - start, 3)]
+        [i - first, policy, PHASE_OF[kind], round(began - start, 3), round(ended - start, 3)]
         for i, policy, kind, began, ended in run.spans
         if ended > start
     ]

@@ -98,17 +98,18 @@ def best_ranks(base: Case) -> tuple[dict[str, str], float, float | None]:
     plain = with_ranks(base, dict.fromkeys(base.roles, ALL))
     found = Placements(configured).candidates(plain, keep=1)
     apart = sorted((one for one in found if not one.shared), key=lambda candidate: candidate.seconds)[:SIMULATED]
-    cases = [plain]
-    for candidate in apart:
-        cases.append(with_ranks(plain, {name: role.ranks for name, role in candidate.case.roles.items()}))
-    plans = [(case, make_or_none(case)) for case in cases]
+    placed = [{name: role.ranks for name, role in candidate.case.roles.items()} for candidate in apart]
+    plans = [(case, make_or_none(case)) for case in (plain, *(with_ranks(plain, ranks) for ranks in placed))]
     fitting = [
         (case, simulated(case, plan).cycle_s)
         for case, plan in plans
         if plan is not None and not plan.problems and case.passes()
     ]
     if not fitting:
-        raise ConfigError("no ranks of the roles fit into memory with these layouts: see `megatron-rl plan --search`")
+        raise ConfigError(
+            "with these layouts the roles do not fit into memory, neither on shared ranks nor on ranks of their own: "
+            "`megatron-rl plan CONFIG --search` tries other layouts, too"
+        )
     case, seconds = min(fitting, key=lambda pair: pair[1])
     shared = next((own for one, own in fitting if one is plain), None)
     if shared is not None and seconds > SHARED * shared:

@@ -11,20 +11,10 @@ from typing import Any, NamedTuple
 
 from megatron_rl.report.reading import RunMetrics
 from megatron_rl.run import json_lines
+from megatron_rl.run.work_intervals import PHASES, Interval
 
-SHOWN = 8  # maximum number of iterations that are drawn: the last ones of the run's last start
-PHASES = ("generating", "scoring", "training", "syncing", "saving")
-WIDTH = 1000  # of a drawn row
-
-
-class Interval(NamedTuple):
-    """An interval of timeline.jsonl or of a prediction, see session.run_timeline. Times are in seconds."""
-
-    iteration: int
-    role: str  # empty: all roles
-    phase: str
-    began: float
-    ended: float
+SHOWN = 8  # at most this number of iterations is drawn, the newest ones since the run was last started
+WIDTH = 1000  # width of a drawn row, in units of its viewBox
 
 
 class Span(NamedTuple):

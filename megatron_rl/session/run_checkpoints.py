@@ -36,7 +36,7 @@ class RunCheckpoints:
         training continues while files are written."""
         self._fleet, self._policies, self._driver, self._background = fleet, policies, driver, background
         self._best, self._export = best, export
-        self._due: int | None = None  # number of the checkpoint that has begun and is not complete
+        self._due: int | None = None  # number of the checkpoint that has begun and is not committed yet; None: no such
         self._state: Mapping[str, Any] | None = None  # of this checkpoint, once `save` has given it
         # answers of the policies' ranks: seconds of `save` (None: files are written in the background), then whether
         # these files are written
@@ -72,7 +72,7 @@ class RunCheckpoints:
             write_json(checkpoints.pending(number) / STATE, self._state)
             checkpoints.commit(number)
         self._due = self._state = None
-        if not self._measured:  # policies on the same ranks are saved one after the other
+        if not self._measured:  # the sum, because ranks that hold several policies save one after the other
             self._driver.leave.saved(self._seconds + time.monotonic() - start)
             self._measured = True
         return number
@@ -112,5 +112,8 @@ class RunCheckpoints:
 
 
 def _answered(answers: Iterable[Future[Any]], *, wait: bool) -> bool:
-    """Returns whether all commands have been answered. With `wait`, waits for the answers."""
-    return not futures.wait(answers, None if wait else ANSWER_S).not_done
+    """Returns whether all commands have been answered. With `wait`, waits for the answers. Raises the first error."""
+    found = futures.wait(answers, None if wait else ANSWER_S, return_when=futures.FIRST_EXCEPTION)
+    for answer in found.done:
+        answer.result()
+    return not found.not_done

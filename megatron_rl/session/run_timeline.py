@@ -8,36 +8,25 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron_rl.messages.commands import Command, ranges
 from megatron_rl.run import json_lines
+from megatron_rl.run.work_intervals import GENERATING, SAVING, SCORING, SYNCING, TRAINING, Interval
 from megatron_rl.training.iteration import Iteration
 
-GENERATING, TRAINING, SYNCING, SAVING = "generating", "training", "syncing", "saving"
-PHASES = {  # by the first part of a command's name, such as generate/solver
-    "generate": GENERATING, "score": "scoring", "score_top": "scoring", "train": TRAINING, "refit": SYNCING,
+PHASE_OF = {  # by the first part of a command's name, such as generate/solver
+    "generate": GENERATING, "score": SCORING, "score_top": SCORING, "train": TRAINING, "refit": SYNCING,
     "save": SAVING, "written": SAVING, "keep_best": SAVING,
 }  # fmt: skip
 FINEST = 200  # intervals of one phase are merged if the gap between them is below 1/FINEST of the line's time
-
-
-class Interval(NamedTuple):
-    """The work of a role for an iteration; of all roles if `role` is empty. The times are those of time.monotonic(). In
-    the file, they are seconds since the first iteration of the process began."""
-
-    iteration: int
-    role: str
-    phase: str
-    began: float
-    ended: float
 
 
 class Timeline:
     """Records the time of each role on the driver (rank 0), and writes one line for each iteration. Thread-safe.
 
     A line has the intervals that ended since the last line, and for each set of ranks the seconds in which a rank of
-    it ran commands (the mean over its ranks). What happens before the first iteration is not recorded.
+    it ran commands (the mean over its ranks). What happens before the first iteration is not recorded. Methods
+    take times of time.monotonic(); in the file, times count from the begin of the first iteration.
     """
 
     def __init__(self, path: Path, ranks: Mapping[str, Sequence[int]], owner_of: Mapping[str, str]) -> None:
@@ -55,7 +44,7 @@ class Timeline:
     def ran(self, command: Command) -> None:
         """Records a command that all its ranks have answered. See Commands.completed."""
         kind, _, name = command.name.partition("/")
-        role, phase, began = command.about or name, PHASES.get(kind), command.began
+        role, phase, began = command.about or name, PHASE_OF.get(kind), command.began
         with self._lock:
             if self._start is None and kind == "begin":
                 self._start = self._written = began

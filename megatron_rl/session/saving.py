@@ -36,8 +36,8 @@ class PolicyFiles:
         self, name: str, policy: Saves, world: World, checkpoints: Checkpoints,
         present: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:  # fmt: skip
-        """`present`: function that returns, for the name of a policy, a context manager in whose block the policy is on
-        the GPU."""
+        """`present`: function (name of a policy) -> context manager that keeps the policy's weights on the GPU while
+        they are saved."""
         self._name, self._policy, self._world, self._present = name, policy, world, present
         self._checkpoints = checkpoints
         self._due: int | None = None  # number of the checkpoint whose files are being written; None if there is none
@@ -78,7 +78,7 @@ class PolicyFiles:
 
 
 class Saver:
-    """Saves checkpoints of a run whose ranks all train one model, with the run's state. Every method is collective.
+    """Saves checkpoints of a run that trains a single model on all ranks. Every method is collective.
 
     The first checkpoint is always written synchronously, because its duration is measured. From the duration the run
     decides how long before the time limit of a Slurm job it exits.
@@ -91,10 +91,10 @@ class Saver:
         self._measured = False
 
     def save(self, number: int, state: Any) -> int | None:
-        """Waits until the previous checkpoint is complete, then begins checkpoint `number` with the run's `state`.
+        """Waits until the previous checkpoint is complete, then begins checkpoint `number`. `state`: JSON values that
+        the checkpoint stores besides the model.
 
-        Returns `number` if all files of the checkpoint have been written, and None if they are written in the
-        background.
+        Returns `number` if the checkpoint is complete, and None if its files are still being written in the background.
         """
         self.settle(wait=True)
         checkpoints, background = self._driver.checkpoints, self._background and self._measured
@@ -130,9 +130,10 @@ class Saver:
 
 @contextlib.contextmanager
 def refusing(checkpoints: Checkpoints, number: int, world: World | None = None) -> Iterator[None]:
-    """Context manager that converts errors of writing checkpoint `number`, such as a full disk, to CheckpointError.
+    """Context manager for a block that writes checkpoint `number`. If writing fails, for example because the disk is
+    full, deletes the incomplete checkpoint and raises CheckpointError.
 
-    After an error, the incomplete checkpoint is deleted. `world`: the ranks that write; None: the driver writes."""
+    `world`: the ranks that run the block together, of which the first one deletes; None: the driver runs it alone."""
     try:
         yield
     except (OSError, RuntimeError, CheckpointException) as error:

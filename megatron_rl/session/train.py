@@ -156,9 +156,10 @@ def _checkpoints(parts: RunParts, fleet: RankFleet) -> RunCheckpoints:
 
 
 def _predicted_schedule(spec: RunSpec) -> dict[str, Any]:
-    """Returns {"cluster": name of the cluster, "predicted": [predicted throughput of the run for each value of
-    rollouts.max_staleness], "timeline": see planning.schedule.predicted}, or {"not_predicted": reason} if the
-    throughput cannot be predicted.
+    """Returns what the plan predicts for the run, as JSON values, or {"not_predicted": reason} if it predicts nothing.
+
+    "cluster": name of the cluster. "predicted": a list with the throughput for each value of rollouts.max_staleness.
+    "timeline": when each role works, see planning.schedule.predicted.
     """
     if not torch.cuda.is_available():
         return {"not_predicted": "the run has no GPU, and predictions are made for GPUs"}

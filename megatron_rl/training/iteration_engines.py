@@ -59,8 +59,8 @@ class OpenSessions:
 
 @dataclass(frozen=True)
 class TimedSession:
-    """Wraps a session. Implements engines.protocol.Session. `generated`: called with the time.monotonic() of the begin
-    and of the last answer of each call of `answers`.
+    """Wraps a session, and measures when it generates. Implements engines.protocol.Session. `generated`: called after
+    each call of `answers` with the begin of the call and the time of its last answer, both from time.monotonic().
     """
 
     session: Session

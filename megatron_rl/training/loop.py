@@ -328,9 +328,9 @@ def save_due(parts: Parts, plan: Plan, progress: Progress, total: int, number: i
 
 
 def begin_save(parts: Parts, progress: Progress, number: int) -> Mapping[str, Any]:
-    """Begins the checkpoint of `number` iterations, whose updates have begun. Returns the
-    part of the checkpoint's state that later iterations change, because they may begin before these updates are
-    complete: {section of the state: its values}.
+    """Begins the checkpoint of `number` iterations, whose updates have begun. Returns the part of the checkpoint's
+    state that later iterations change, because they may begin before these updates are complete: {section of the state:
+    its values}.
     """
     settle(parts, wait=True)
     with parts.watch("save"):

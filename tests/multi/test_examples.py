@@ -38,7 +38,7 @@ def load(schema, name):
 
 
 def test_each_example_has_a_command():
-    assert (len(SFT), len(EVAL)) == (13, 2) and set(GENERATE) <= set(FOUND) and len(TRAIN) > 60
+    assert len(SFT) >= 13 and len(EVAL) >= 2 and set(GENERATE) <= set(FOUND) and len(TRAIN) > 60
 
 
 @pytest.mark.parametrize("name", TRAIN)

@@ -24,7 +24,8 @@ def test_the_first_checkpoint_measures_all_policies_and_the_commit(tmp_path, mon
 
     fleet = SimpleNamespace(serve=lambda name, handler: None, call=call, engines=SimpleNamespace(clear=lambda: None))
     driver = SimpleNamespace(checkpoints=checkpoints, leave=SimpleNamespace(saved=measured.append))
-    run = RunCheckpoints(fleet, {}, ["generator", "verifier"], driver, None, lambda place: None, background=True)  # type: ignore[arg-type]
+    policies, export = ["generator", "verifier"], lambda place: None
+    run = RunCheckpoints(fleet, {}, policies, driver, None, export, background=True)  # type: ignore[arg-type]
     assert run.save(1, {}) == 1
     [seconds] = measured
     assert seconds >= 5.2
