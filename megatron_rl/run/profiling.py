@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity
 
 from megatron_rl.config.run import Profile
@@ -24,7 +25,8 @@ def profiled(settings: Profile, directory: Path, *, iteration: int, rank: int) -
         yield
         return
     gpu = [ProfilerActivity.CUDA] if ProfilerActivity.CUDA in torch.profiler.supported_activities() else []
-    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu]) as profiler:
+    every_thread = _ExperimentalConfig(profile_all_threads=True)  # the driver names stages
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU, *gpu], experimental_config=every_thread) as profiler:
         yield
     (directory / FOLDER).mkdir(exist_ok=True)
     profiler.export_chrome_trace(str(directory / FOLDER / f"iteration_{iteration:06d}_rank_{rank}.json.gz"))

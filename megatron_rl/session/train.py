@@ -291,6 +291,7 @@ def _fleet(parts: RunParts, commands: Commands, memory: DeviceMemory, run_engine
         around=around,
         occupied_s=run_engines.occupied_s,
         resets=lambda number: bool(due_resets(spec.reference_resets, number)),
+        profiled=spec.run.profile.iterations,
     )
 
 

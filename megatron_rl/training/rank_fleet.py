@@ -30,21 +30,21 @@ class RankFleet:
         engines: ColocatedEngines | None = None, rescore: bool = False,
         resets: Callable[[int], bool] = lambda number: False,
         around: Callable[[int], contextlib.AbstractContextManager[None]] = lambda number: contextlib.nullcontext(),
-        occupied_s: Callable[[], float | None] = lambda: None,
+        occupied_s: Callable[[], float | None] = lambda: None, profiled: Sequence[int] = (),
     ) -> None:  # fmt: skip
         """`memory`: the policies of this rank. `refits`: {policy: function of the driver that sends the policy's
         weights to its engine, with the number of their version}. `world_of`: returns the ranks of a policy, on these
         ranks. `ranks`: {policy: numbers of its ranks}. `engines`: the colocated engines. `rescore`: see update.update.
         `resets`: returns whether the iteration with the given index begins with a replacement of reference models.
         `around`: returns a context manager in which the iteration with the given index runs on this rank.
-        `occupied_s`: see Fleet.occupied_s.
+        `occupied_s`: see Fleet.occupied_s. `profiled`: indices of the iterations that are profiled.
         """
         self.memory, self.refits, self.occupied_s = memory, refits, occupied_s
         self._commands, self._world_of, self._ranks = commands, world_of, ranks
         self._rescore, self._resets = rescore, resets
         self.engines = EngineTurns(engines, lambda: self.everywhere("offload"))
         self._iteration = contextlib.ExitStack()  # the context manager of the iteration that runs
-        self._around = around
+        self._around, self._profiled = around, profiled
         self.serve("begin", self._begin)
         self.serve("end", self._iteration.close)
         self.serve("start", memory.start)
@@ -86,14 +86,16 @@ class RankFleet:
         if self._resets(number):
             self.engines.clear()
         self._commands.iteration = number
-        self._post("begin", number)
+        begun = self._post("begin", number)
+        if number in self._profiled:  # a trace that begins within a stage of the driver does not name the stage
+            begun.result()
 
     def end(self) -> None:
         self._post("end")
 
-    def _post(self, name: str, *arguments: Any) -> None:
+    def _post(self, name: str, *arguments: Any) -> Future[Any]:
         """Runs a handler on every rank, without waiting for it. A rank where it fails runs no later command."""
-        self._commands.together(name, arguments, arguments)
+        return self._commands.together(name, arguments, arguments)
 
     def generate(self) -> None:
         self.engines.generate()
