@@ -186,6 +186,35 @@ def sapo(live: Statistics, batch: Batch, *, tau_pos: Positive = 1.0, tau_neg: Po
     return -batch.advantages * 4 / tau * torch.sigmoid(tau * (ratio - 1))
 
 
+def dppo_tv(
+    live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.15, clip_high: NotNegative = 0.15, cap: Positive = 20.0
+) -> Answer:
+    """Computes the REINFORCE loss, weighted by the ratio, of the tokens whose probability p has changed little: with a
+    positive advantage p - p_old is at most `clip_high`, otherwise p_old - p is at most `clip_low` (DPPO-Binary-TV,
+    arXiv 2602.04879; verl's dppo_tv, whose clip_ratio_low and clip_ratio_high these are). The other tokens have loss 0,
+    and the metric clip_frac marks them.
+
+    `cap`: largest ratio, which has no gradient (verl's clip_ratio_c: 20 in its code, 3 in its default config). In
+    verl's bypass mode p_old is the engine's probability; here it is the trainer's, and loss.correction has the ratio to
+    the engine.
+    """
+    moved = live.logprobs.detach().exp() - batch.old.exp()
+    return _near(live, batch, moved <= clip_high, moved >= -clip_low, cap)
+
+
+def dppo_kl(
+    live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.05, clip_high: NotNegative = 0.05, cap: Positive = 20.0
+) -> Answer:
+    """Computes the loss of `dppo_tv`, but the bounds apply to the KL divergence between two distributions over two
+    events, the token and all other tokens (DPPO-Binary-KL, arXiv 2602.04879; verl's dppo_kl). Tokens that have moved
+    against their advantage stay in the loss.
+    """
+    logprobs, old = live.logprobs.detach(), batch.old
+    p, p_old = logprobs.exp(), old.exp()
+    kl = p_old * (old - logprobs) + (1 - p_old) * ((1 - p_old + 1e-8) / (1 - p + 1e-8)).log()
+    return _near(live, batch, (kl <= clip_high) | (p <= p_old), (kl <= clip_low) | (p >= p_old), cap)
+
+
 @objective(reads_correction=True)
 def vespo(
     live: Statistics,
@@ -339,6 +368,14 @@ def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[T
     return -torch.min(gains, bounded_gains), {"clip_frac": (bounded_gains < gains).detach()}
 
 
+def _near(live: Statistics, batch: Batch, may_rise: Tensor, may_fall: Tensor, cap: float) -> Answer:
+    """Returns the losses of DPPO, [N], and which tokens it drops. `may_rise`, `may_fall`: [N] bool, whether the token's
+    probability may rise further (positive advantage) or fall further (other advantages)."""
+    kept = torch.where(batch.advantages > 0, may_rise, may_fall)
+    ratio = (live.logprobs.detach() - batch.old).clamp(-LOG_LIMIT, LOG_LIMIT).exp().clamp(max=cap)
+    return at(kept, -batch.advantages * ratio * live.logprobs), {"clip_frac": ~kept}
+
+
 def _by_sign(positive: Tensor, upper: float, lower: float, like: Tensor) -> Tensor:
     """Returns `upper` where `positive` [N] is True and `lower` elsewhere, [N] in the dtype of `like`."""
     return torch.where(positive, like.new_full((), upper), like.new_full((), lower))
@@ -360,6 +397,8 @@ WORDS: Mapping[str, Any] = {
     "gmpo": gmpo,
     "cispo": cispo,
     "sapo": sapo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
     "vespo": vespo,
     "reinforce": reinforce,
     "rover": rover,

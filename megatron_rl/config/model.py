@@ -203,8 +203,9 @@ class LossConfig:
     """The policy loss: an objective + kl_coef * KL(policy || reference) - entropy_coef * entropy."""
 
     # Name of the loss, or module:name of your own (see algorithms/objectives.py). Losses of each token: clipped, gspo,
-    # gmpo, cispo, sapo, vespo, reinforce, rover, distilled, distilled_top_k, rl_plus, nll. Losses of each pair or
-    # response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr. Losses of a reward model (sft only): bradley_terry, prm.
+    # gmpo, cispo, sapo, dppo_tv, dppo_kl, vespo, reinforce, rover, distilled, distilled_top_k, rl_plus, nll. Losses of
+    # each pair or response: dpo, dpo_norm, ipo, simpo, kto, a_lol, rwr. Losses of a reward model (sft only):
+    # bradley_terry, prm.
     objective: str = "clipped"
     objective_args: dict[str, Any] = field(default_factory=dict)  # keyword arguments of the objective
     clip_low: NonNegativeFloat = 0.2  # clipped: ratios of new to old probability below 1 - clip_low are clipped

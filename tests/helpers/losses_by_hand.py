@@ -175,6 +175,26 @@ def sapo(t):
     return -4 / tau * gate * t.advantage, -4 * gate * (1 - gate) * u * t.advantage
 
 
+def dppo(*, by, low, high, cap):
+    """-sg(min(u, cap)) A log pi of the tokens that have not moved too far along A, by the change of the probability or
+    by the KL divergence of (token, all others) from the old policy (arXiv 2602.04879; verl 0.9.1, core_algos.py,
+    compute_policy_loss_dppo_tv, compute_policy_loss_dppo_kl)."""
+
+    @each
+    def of(t):
+        pi, old = math.exp(t.new), math.exp(t.old)
+        far = abs(pi - old)
+        if by == "kl":
+            far = old * math.log(old / pi) + (1 - old) * math.log((1 - old + 1e-8) / (1 - pi + 1e-8))
+        along = pi > old if t.advantage > 0 else pi < old
+        if along and far > (high if t.advantage > 0 else low):
+            return 0.0, 0.0
+        weight = -min(math.exp(t.new - t.old), cap) * t.advantage
+        return weight * t.new, weight
+
+    return of
+
+
 def vespo(corrected):
     """-sg(w^k exp(lambda (1 - w))) A log pi, w the product of all u and of the correction's weights (arXiv 2602.10693;
     FloyedShen/VESPO aa1f304, recipe/vespo/code/core_algos.py, compute_policy_loss_vespo)."""
@@ -245,6 +265,14 @@ METHODS = {
     ),
     "cispo": (dict(objective="cispo", objective_args={"cap": 1.3}), cispo),
     "sapo": (dict(objective="sapo"), sapo),
+    "dppo_tv": (
+        dict(objective="dppo_tv", objective_args={"clip_low": 0.02, "clip_high": 0.03, "cap": 1.3}),
+        dppo(by="tv", low=0.02, high=0.03, cap=1.3),
+    ),
+    "dppo_kl": (
+        dict(objective="dppo_kl", objective_args={"clip_low": 0.002, "clip_high": 0.003}),
+        dppo(by="kl", low=0.002, high=0.003, cap=20.0),
+    ),
     "vespo": (dict(objective="vespo"), vespo),
     "opmd": (dict(objective="reinforce", objective_args={"tau": 1.0}), opmd),
     "rover": (dict(objective="rover", objective_args={"temperature": 2.0}), rover),

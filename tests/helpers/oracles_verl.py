@@ -19,6 +19,7 @@ from oracles import FOLDER
 
 from megatron_rl.algorithms.gae import Gae, adapted, assign_gae
 from megatron_rl.algorithms.kl import VERL_CLAMP, kl_estimates
+from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.algorithms.value_loss import ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
 from megatron_rl.batches.packed_batch import Statistics, pack
@@ -144,6 +145,28 @@ def value_loss() -> float:
     return max(errors)
 
 
+def dppo() -> float:
+    """The loss, its gradient, and the share of dropped tokens, with both kinds of bounds."""
+    inputs, errors = verl()["inputs"], []
+    low, high = inputs["dppo_bounds"]
+    rollouts = make_rollouts(moved=inputs["moved_logprobs"], gains=inputs["token_advantages"])
+    batch = pack([replace(rollout, advantages=rollout.values["gains"]) for rollout in rollouts])
+    batch = replace(batch, old_logprobs=batch.values["logprobs"])
+    for kind, row in verl()["dppo"].items():
+        args = {"clip_low": low, "clip_high": high, "cap": inputs["dppo_cap"]}
+        loss = PolicyLoss(LossConfig(objective=f"dppo_{kind}", objective_args=args, kl_coef=0.0))
+        live = batch.values["moved"].clone().requires_grad_()
+        total, sums = loss(Statistics(logprobs=live, entropy=torch.zeros_like(live)), batch)
+        num_tokens = float(batch.mask.sum())
+        (total / num_tokens).backward()
+        assert live.grad is not None
+        errors.append(abs(total.item() / num_tokens / row["loss"] - 1))
+        errors.append(abs(float(sums["clip_frac"]) / num_tokens - row["clip_frac"]))
+        ours = np.concatenate([np.zeros(1, np.float32), live.grad.numpy()[:-1]])
+        errors.append(apart(np.split(ours, np.cumsum(batch.lengths.numpy())[:-1]), row["gradient"]))
+    return max(errors)
+
+
 def votes() -> float:
     """The score of the most frequent answer, without ties, of which verl takes the first."""
     distances = []
@@ -160,6 +183,7 @@ ROWS: Mapping[str, tuple[str, str, Callable[[], float]]] = {
     "kl_in_reward": ("apply_kl_penalty, kl_penalty: k1, k2, k3", "kl_coef=0.125 kl=k1, k2, k3", penalties),
     "kl_adaptive": ("AdaptiveKLController", "kl_target=0.25 kl_horizon=16", controller),
     "value_loss": ("compute_value_loss, agg_loss", "head=value loss.value_clip=0.125, 0.5", value_loss),
+    "dppo": ("compute_policy_loss_dppo_tv, compute_policy_loss_dppo_kl", "objective=dppo_tv, dppo_kl", dppo),
     "votes": ("calc_maj_val", "maj@n of evaluations", votes),
 }
 

@@ -213,6 +213,7 @@ def test_scalerl_has_the_papers_choices():
         ("asymre", 1920, 8, 96 * 8, 1024, "asymre", "reinforce", "token_mean"),
         ("gspo", 256, 16, 32 * 16, 8192, "grpo", "gspo", "sequence_mean"),
         ("sapo", 256, 16, 32 * 16, 8192, "grpo", "sapo", "sequence_mean"),
+        ("dppo", 256, 16, 32 * 16, 8192, "dr_grpo", "dppo_tv", "constant"),
         ("vespo", 2048, 8, 256 * 8, 15360, "grpo", "vespo", "token_mean"),
     ],
 )

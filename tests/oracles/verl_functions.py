@@ -17,7 +17,7 @@ from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ DISCOUNTS = tuple(product((1.0, 0.96875), (1.0, 0.9375, 0.0)))
 KINDS = ("k1", "k2", "k3")
 KL_COEF = 0.125
 BOUNDS = (0.125, 0.5)  # of the clipped value loss
+DPPO_BOUNDS, DPPO_CAP = (0.03125, 0.0625), 1.5  # how far a token's probability may fall and rise; largest ratio
 # Answers to a problem, a letter for each sample, without a tie for the most frequent one; and the correct answers.
 VOTES = (("a", "a"), ("aabba", "b"), ("abcbb", "b"), ("abcdefaff", "f"), ("zzyx", "xy"), ("qqqqrrr", "q"))
 
@@ -63,10 +64,21 @@ CORE = taken(
     (
         *("AdaptiveKLController", "FixedKLController", "compute_gae_advantage_return", "compute_value_loss"),
         *("agg_loss", "kl_penalty", "kl_penalty_forward"),
+        *("compute_policy_loss_dppo_tv", "compute_policy_loss_dppo_kl"),
     ),
     verl_F=MASKED,
+    Any=Any,
+    ActorConfig=object,
+    AlgoConfig=type("AlgoConfig", (), {}),
 )
 TRAINER = taken("trainer/ppo/ray_trainer.py", ("apply_kl_penalty",), core_algos=CORE, masked_mean=MASKED.masked_mean)
+
+
+class DppoConfig(dict[str, float]):
+    """The fields of verl's actor config that the loss of DPPO reads."""
+
+    clip_ratio, clip_ratio_low, clip_ratio_high = 0.25, *DPPO_BOUNDS
+    global_batch_info: ClassVar[dict[str, Any]] = {}
 
 
 class Columns(dict[str, Tensor]):
@@ -149,6 +161,26 @@ def run_value_loss(inputs: dict[str, Tensor], returns: Tensor, mask: Tensor, bou
     return {"clip": bound, "mode": mode, "loss": loss.item(), "clip_frac": clipped.item(), "gradient": cut(live.grad)}
 
 
+def make_moved(inputs: dict[str, list[list[float]]]) -> dict[str, list[list[float]]]:
+    """Draws log-probs of a policy that has moved, and an advantage of either sign for every token."""
+    draw, moved, advantages = torch.Generator().manual_seed(12), [], []
+    for row in inputs["logprobs"]:
+        steps, gains = torch.randn(2, len(row), generator=draw)
+        later = (torch.tensor(row) + 0.25 * steps).clamp(max=-1 / 1024)
+        moved.append((torch.round(later * 1024) / 1024).tolist())
+        advantages.append((torch.round(gains * 1024) / 1024).tolist())
+    return {"moved_logprobs": moved, "token_advantages": advantages}
+
+
+def run_dppo(inputs: dict[str, Tensor], mask: Tensor, kind: str) -> dict[str, Any]:
+    live = inputs["moved_logprobs"].clone().requires_grad_()
+    loss, metrics = getattr(CORE, f"compute_policy_loss_dppo_{kind}")(
+        inputs["logprobs"], live, inputs["token_advantages"], mask, "token-mean", DppoConfig(clip_ratio_c=DPPO_CAP)
+    )
+    loss.backward()
+    return {"loss": loss.item(), "clip_frac": metrics["actor/pg_clipfrac"], "gradient": cut(live.grad)}
+
+
 def run_votes() -> dict[str, float]:
     """Returns, for each of VOTES, the score of the majority answer."""
     votes = taken("trainer/ppo/metric_utils.py", ("calc_maj_val",), defaultdict=defaultdict)
@@ -165,6 +197,7 @@ def main() -> None:
         print(__doc__)
         sys.exit(2)
     given = make_inputs()
+    given |= make_moved(given)
     inputs = {name: padded(rows) for name, rows in given.items()}
     mask = padded([[float(digit) for digit in own] for own in WRITTEN])
     with_kl = {kind: run_kl(inputs, mask, kind) for kind in KINDS}
@@ -184,7 +217,8 @@ def main() -> None:
     answer = {
         "versions": {"verl": version("verl"), "torch": torch.__version__},
         "inputs": given
-        | {"written": WRITTEN, "outcomes": OUTCOMES, "kl_coef": KL_COEF, "returns": cut(targets * mask)},
+        | {"written": WRITTEN, "outcomes": OUTCOMES, "kl_coef": KL_COEF, "returns": cut(targets * mask)}
+        | {"dppo_bounds": DPPO_BOUNDS, "dppo_cap": DPPO_CAP},
         "kl": {kind: row for kind, (_, row) in with_kl.items()},
         "controller": {"target": 0.25, "horizon": 16, "num_rollouts": 6, "course": run_controller()},
         "tokens": tokens,
@@ -193,6 +227,7 @@ def main() -> None:
             f"{mode} clip={bound}": run_value_loss(inputs, targets * mask, mask, bound, mode)
             for bound, mode in product(BOUNDS, ("token-mean", "seq-mean-token-mean"))
         },
+        "dppo": {kind: run_dppo(inputs, mask, kind) for kind in ("tv", "kl")},
         "votes": run_votes(),
     }
     lines = [

@@ -32,7 +32,7 @@ from megatron_rl.types import Author, Rollout, spans_of
 ROOT = Path(__file__).parents[3] / "examples"
 HACPO = "megatron_rl.contrib.hacpo:hacpo"
 OBJECTIVES = [*WORDS, HACPO]
-COMPARED = {"clipped", "gspo", "gmpo", "cispo", "sapo", "vespo", "reinforce", "rover"}
+COMPARED = {"clipped", "gspo", "gmpo", "cispo", "sapo", "dppo_tv", "dppo_kl", "vespo", "reinforce", "rover"}
 PAIRS = {"dpo", "dpo_norm", "ipo", "simpo"}
 # row of the table: (example, settings in addition to it, {trained role that generates: objectives that it can have})
 TABLE = {

@@ -29,6 +29,8 @@ OBJECTIVES = {
     "gmpo": {"clip_low": 0.4, "clip_high": 0.4},  # 2507.20673: (e^-0.4, e^0.4)
     "cispo": {"cap": 5.0},  # TRL's epsilon_high, a ratio and not a distance from 1
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},  # 2511.20347
+    "dppo_tv": {"clip_low": 0.15, "clip_high": 0.15, "cap": 20.0},  # verl, examples/dppo_trainer; cap: its function's
+    "dppo_kl": {"clip_low": 0.05, "clip_high": 0.05, "cap": 20.0},
     "vespo": {"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},  # 2602.10693 and TRL
     "reinforce": {"tau": 0.0},  # plain REINFORCE; OPMD sets 1 (2501.12599)
     "rover": {"temperature": 1.0},  # 2509.24981, Math/scripts/deepscaler/train/rover_qwen3_8b.sh
