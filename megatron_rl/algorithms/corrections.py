@@ -62,16 +62,24 @@ def correction_weights(
         if config.level == "geometric":
             sums = sums / batch.sequence_sums(batch.mask.to(gap.dtype)).clamp(min=1)
         log_ratio = at(batch.mask, batch.spread(sums))
+    weights, outside = weights_of_ratios(config, log_ratio)
+    return weights, {"correction_truncated" if config.kind == "truncate" else "correction_masked": outside}
+
+
+def weights_of_ratios(config: CorrectionConfig | None, log_ratio: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the weights for given log r, and whether r is outside the bounds. Shape of all: [N]."""
     ratio = log_ratio.clamp(-LOG_LIMIT, LOG_LIMIT).exp()
+    if config is None or config.kind == "none":
+        return torch.ones_like(ratio), torch.zeros_like(ratio, dtype=torch.bool)
     bounded = ratio.clamp(min=config.low, max=config.high)
     outside = bounded != ratio
     match config.kind:
         case "truncate":
-            return bounded, {"correction_truncated": outside}
+            return bounded, outside
         case "mask":
-            return at(~outside, ratio), {"correction_masked": outside}
+            return at(~outside, ratio), outside
         case "drop":
-            return torch.where(outside, 0.0, torch.ones_like(ratio)), {"correction_masked": outside}
+            return torch.where(outside, 0.0, torch.ones_like(ratio)), outside
 
 
 def off_policy_mask(threshold: float | None, logprobs: Tensor, batch: Batch) -> tuple[Tensor | None, dict[str, Tensor]]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_rl.algorithms import objectives
+from megatron_rl.algorithms import centering, objectives
 from megatron_rl.algorithms.aggregation import aggregate
 from megatron_rl.algorithms.corrections import EXP_LIMIT, bounded_exp, correction_weights, off_policy_mask
 from megatron_rl.algorithms.kl import kl_estimates
@@ -53,7 +53,10 @@ class PolicyLoss:
                 f"loss.correction.level = {config.correction.level!r} with loss.objective = {config.objective!r}: it "
                 "multiplies the tokens' weights itself; set the level to token"
             )
-        self.needs = self._objective.needs | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
+        if config.centering:
+            centering.check(self._objective, self._args, config.correction)
+        centered = {"candidate_logprobs", centering.ENGINE_CANDIDATES} if config.centering else set()
+        self.needs = self._objective.needs | centered | {"entropy"} | ({"reference"} if config.kl_coef > 0 else set())
         if given_reference and "reference" in self.needs:
             self.needs = self.needs - {"reference"} | {GIVEN_REFERENCE}
 
@@ -117,9 +120,14 @@ class PolicyLoss:
             weights = None
         answer = self._objective(live, batch, **self._args)
         per_token, metrics = answer if isinstance(answer, tuple) else (answer, {})
+        per_token = per_token if weights is None else per_token * weights
+        if self.config.centering:
+            terms, centered = centering.centering_losses(
+                self._objective, self._args, self.config.correction, live, batch
+            )
+            per_token, metrics = per_token + terms, metrics | centered
         kept, masked = off_policy_mask(self.config.off_policy_mask, live.logprobs, batch)
-        for factor in (weights, kept):
-            per_token = per_token if factor is None else per_token * factor
+        per_token = per_token if kept is None else per_token * kept
         return per_token, metrics | corrected | masked
 
     def _kl(self, logprobs: Tensor, batch: Batch) -> Tensor:

@@ -49,6 +49,9 @@ class Sampling:
     n: int = 1
     seed: int = 0
     logprobs: bool = True  # False if the caller does not need log-probs; a server may then return nan
+    # Number k of most likely tokens that are returned at each position, besides the sampled token. The repr, by which
+    # the write-ahead log identifies requests, is without it: RoleLog adds it.
+    top: int = field(default=0, repr=False)
     tandem: TandemSampling | None = None  # None: one model generates all tokens
 
     @property
@@ -84,6 +87,10 @@ class Completion:
     versions: Sequence[tuple[int, int]] = field(default_factory=list)
     # [prompt + T - 1, L, k] int16, ids of the k experts chosen per token and layer; None if not returned by the engine
     experts: np.ndarray | None = None
+    # [T, k] int32 and float32: the k most likely tokens under the sampling distribution at each position, most likely
+    # first, and their log-probs, -inf for tokens that truncation removes; None if not requested (Sampling.top)
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
     # Tandem RL only: [T] bool, True if the senior model generated the token; `logprobs` come from each token's author
     authors: np.ndarray | None = None
 
@@ -92,6 +99,8 @@ class Completion:
             ("tokens", np.int32),
             ("logprobs", np.float32),
             ("model_logprobs", np.float32),
+            ("top_ids", np.int32),
+            ("top_logprobs", np.float32),
             ("authors", np.bool_),
         ):
             value = getattr(self, name)
@@ -102,7 +111,11 @@ class Completion:
 def empty(sampling: Sampling) -> Completion:
     """Returns a completion without tokens, for a prompt that fills the model's context."""
     none = np.empty(0)
-    return Completion(tokens=none, logprobs=none, stop=Stop.LENGTH, authors=None if sampling.tandem is None else none)
+    top = np.empty((0, sampling.top)) if sampling.top else None
+    return Completion(
+        tokens=none, logprobs=none, stop=Stop.LENGTH, top_ids=top, top_logprobs=top,
+        authors=None if sampling.tandem is None else none,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -234,6 +234,10 @@ class LossConfig:
     # Importance weights that correct the mismatch between trainer and engine. null: no weights, or {kind: truncate,
     # high: 2.0} if rollouts.max_staleness is above 0, or if engines generate with quantised weights or KV cache.
     correction: CorrectionConfig | None = None
+    # Score centering (arXiv 2609.20807): number k of the engine's most likely tokens at each position, from which the
+    # trainer computes what the objective would do for an advantage that does not depend on the token, and subtracts it.
+    # 0: no centering. The engine then returns k tokens and log-probs beside each sampled token (8 k bytes a token).
+    centering: NonNegativeInt = 0
     # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.
     off_policy_mask: PositiveFloat | None = None

@@ -38,6 +38,12 @@ def understood(url: str, whose: str) -> Iterator[None]:
         raise ServerLost(f"{url} sent an answer that is not {whose}: {kind}{str(error)[:400]}") from error
 
 
+def longest_answer(n: int, tokens: int, top: int) -> int:
+    """Returns the maximum size in bytes of a response with n completions of a total of `tokens` tokens each, with
+    prompt. `top`: number of most likely tokens at each position."""
+    return FREE_BYTES + n * tokens * (FRAME_TOKEN_BYTES + 8 * top)
+
+
 def require(valid: bool, problem: str) -> None:
     """Raises AnswerError with the text `problem` if `valid` is False."""
     if not valid:
@@ -81,6 +87,20 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
     highest = numbers.max(initial=-np.inf)
     require(highest <= SLACK, f"a log-prob of {highest:.6g}: no probability is above 1")
     return numbers
+
+
+def read_top(ids: Any, logprobs: Any, shape: tuple[int, int], vocab: int) -> dict[str, np.ndarray]:
+    """Converts the k most likely tokens at each of T positions, and their log-probs, to the fields of a Completion.
+    `shape`: (T, k). A log-prob may be -inf: sampling settings such as top_k remove the token.
+
+    Raises AnswerError if a shape differs, if an id is outside the vocabulary, or for an invalid log-prob.
+    """
+    array, numbers = np.asarray(ids), np.asarray(logprobs)
+    require(array.shape == shape and array.dtype.kind in "iu", f"likeliest tokens are {array.dtype} {array.shape}")
+    check_ids(array, vocab)
+    removed = np.isneginf(numbers) if numbers.dtype.kind == "f" else np.zeros(numbers.shape, np.bool_)
+    known = read_logprobs(np.where(removed, 0, numbers), shape)
+    return {"top_ids": array, "top_logprobs": np.where(removed, -np.inf, known)}
 
 
 def read_versions(spans: Sequence[tuple[Any, Any]], length: int) -> list[tuple[int, int]]:

@@ -146,6 +146,7 @@ class Server:
         drawn: Any,
         model: Any,
         experts: np.ndarray | None = None,
+        top: tuple[Any, Any] | None = None,
     ) -> Completion:
         """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values, and KeyError if
         `about` lacks a field.
@@ -156,6 +157,7 @@ class Server:
         `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none (nan in the
         completion).
         `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
+        `top`: the ids and the log-probs of the most likely tokens, [T, k] each; None if not requested.
         """
         told, own = (
             None if each is None else response_parsing.read_logprobs(each, tokens.shape) for each in (drawn, model)
@@ -170,6 +172,7 @@ class Server:
             stop=self._stop(about["finish_reason"], about["stop_reason"], sampling),
             model_logprobs=own,
             experts=experts,
+            **({} if top is None else response_parsing.read_top(*top, (len(tokens), sampling.top), self._vocab)),
             versions=response_parsing.read_versions(spans, len(tokens)),
         )
 

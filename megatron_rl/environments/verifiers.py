@@ -309,10 +309,13 @@ def _rollout(
     tokens = np.array(branch["tokens"], np.int32)
     logprobs, parts, done = np.zeros(len(tokens), np.float32), [], 0
     experts = answers[-1].experts
+    values = {name: np.zeros((len(tokens), *own.shape[1:]), own.dtype) for name, own in answers[-1].values.items()}
     for (start, end, new), answer in zip(branch["sampled"], answers, strict=True):
         parts.append((start - done, Author.ENVIRONMENT, NO_VERSION))
         if new:
             logprobs[start:end] = answer.logprobs[start:]
+            for name, own in answer.values.items():
+                values[name][start:end] = own[start:]
             parts += [(b - a, author, version) for a, b, author, version in answer.spans.tolist() if a >= start]
         else:
             parts.append((end - start, Author.ENVIRONMENT, NO_VERSION))
@@ -333,5 +336,6 @@ def _rollout(
         payload=payload,
         rewards=rewards,
         partner_weight=answers[-1].partner_weight,
+        values=values,
         experts=experts if done == len(tokens) else None,
     )

@@ -156,7 +156,9 @@ def context(
         },
         tokenizers=asked_tokenizers(roles, tokenizers),
         samplings={
-            name: dataclasses.replace(sampling_of(role.sampling), tandem=tandem_of(role))
+            name: dataclasses.replace(
+                sampling_of(role.sampling), tandem=tandem_of(role), top=_top_of(roles[role.owner])
+            )
             for name, role in roles.items()
         },
         max_prompt_tokens={name: role.max_prompt_tokens for name, role in roles.items()},
@@ -169,6 +171,11 @@ def context(
         max_failure_share=reward.max_failure_share,
         voted=rollouts.labels == "votes",
     )
+
+
+def _top_of(role: RoleSpec) -> int:
+    """Returns how many of the most likely tokens the loss of a policy reads at each position."""
+    return role.loss.centering if role.has_policy and role.head is None else 0
 
 
 def tandem_of(role: RoleConfig) -> TandemSampling | None:

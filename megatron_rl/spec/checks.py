@@ -30,7 +30,7 @@ from megatron_rl.models.setting_limits import prefix_problems, setting_problems
 from megatron_rl.models.sizes import Features, Sizes
 from megatron_rl.spec.data_checks import data_problems, run_data_problems
 from megatron_rl.spec.form_checks import response_form_problems
-from megatron_rl.spec.loss_inputs import loss_input_problems, row_problems
+from megatron_rl.spec.loss_inputs import centering_problems, loss_input_problems, row_problems
 from megatron_rl.spec.rank_sets import rank_sets
 from megatron_rl.spec.run_spec import EngineSpec, EvalSpec, GenerateSpec, RoleSpec, RunSpec, SftSpec, Spec, TrainingSpec
 from megatron_rl.spec.server_checks import colocation_problems, low_precision_problems, served_adapter_problems
@@ -99,6 +99,7 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
     yield from low_precision_problems(spec.roles, settings)
+    yield from centering_problems(spec.roles, spec.loop.rollouts)
     if isinstance(settings, Embedded):
         if spec.engine.refit.staging != "off":
             yield (
@@ -192,6 +193,8 @@ def _sft_problems(spec: SftSpec) -> Iterator[str]:
             f"loss.precompute_ref_log_probs = true with loss.objective = {role.loss.objective!r}, which reads no "
             "reference: set it to false"
         )
+    if role.loss.centering:
+        yield f"loss.centering = {role.loss.centering}: texts of a data set have no engine to center for; leave it out"
     yield from row_problems(role, needs)
     if spec.run.iterations is not None:
         yield f"run.iterations = {spec.run.iterations}: SFT has its own `steps`; set that, and run.iterations to null"
@@ -209,6 +212,8 @@ def _trained_problems(place: str, role: RoleConfig, ranks: int, to_come: bool) -
         lines = trainer_problems(sizes, role.layout, path)
         lines += setting_problems(sizes, features, role.model, path, router_replay=role.router_replay)
         lines += adapter_problems(sizes, role, path)
+        if role.loss.centering > sizes.vocab:
+            lines.append(f"loss.centering = {role.loss.centering}: {path} has {sizes.vocab} tokens in all; lower it")
         yield from (f"{place}: {line}" for line in lines)
 
 

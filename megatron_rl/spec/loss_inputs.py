@@ -6,9 +6,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron_rl.algorithms.centering import ENGINE_CANDIDATES
 from megatron_rl.algorithms.objectives import WORDS, Objective, find
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import CANDIDATES, inputs_of_rollouts
+from megatron_rl.config.engines import Rollouts
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.spec.run_spec import RoleSpec
 
@@ -37,9 +39,25 @@ def loss_input_problems(recipe: Any, roles: Mapping[str, RoleSpec], target: str)
         shared[owner] = shared.get(owner, frozenset()) | parts.pop(name).gives
     for name, part in parts.items():
         owner = roles[roles[name].owner]
-        needs, gives = loss_of(owner).needs, part.gives | shared.get(owner.name, frozenset())
+        drawn = {CANDIDATES, ENGINE_CANDIDATES} if owner.loss.centering else set()
+        needs, gives = loss_of(owner).needs, part.gives | shared.get(owner.name, frozenset()) | drawn
         if not _fits(needs, gives):
             yield f"roles.{name}.{_problem(recipe, target, owner, needs, gives)}"
+
+
+def centering_problems(roles: Mapping[str, RoleSpec], rollouts: Rollouts) -> Iterator[str]:
+    """Yields an error message for each role whose gradient cannot be centered, because of how its rollouts are made."""
+    for name, role in roles.items():
+        if not (k := roles[role.owner].loss.centering) or role.head is not None or not role.has_policy:
+            continue
+        place = f"roles.{name}: loss.centering = {k} with"
+        if role.sampling.temperature == 0:
+            yield f"{place} sampling.temperature = 0: such an engine has one token at each position; set it above 0"
+        if rollouts.mixed == "rescore":
+            yield (
+                f"{place} rollouts.mixed = 'rescore': the engine's log-probs of the sampled tokens are replaced, those "
+                "of the other tokens cannot be; choose another value, each token has its own distribution anyway"
+            )
 
 
 def row_problems(role: RoleConfig, needs: frozenset[str]) -> Iterator[str]:

@@ -18,7 +18,7 @@ CHANGING = (
 )  # fmt: skip
 FIXED = (
     "recipe.args.*template",
-    *(f"roles.*.loss.{name}" for name in ("objective", "value_coef", "reset_reference_every")),
+    *(f"roles.*.loss.{name}" for name in ("objective", "value_coef", "centering", "reset_reference_every")),
 )
 LENGTHS = ("roles.*.max_prompt_tokens", "roles.*.sampling.max_tokens")  # settings that a stage may only lower
 

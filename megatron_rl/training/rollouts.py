@@ -9,6 +9,8 @@ from statistics import fmean
 
 import numpy as np
 
+from megatron_rl.algorithms.centering import ENGINE_CANDIDATES
+from megatron_rl.batches.packed_batch import CANDIDATES
 from megatron_rl.batches.units import join, members
 from megatron_rl.engines.protocol import Completion, EngineError, Sampling, TandemSampling
 from megatron_rl.training.iteration import EvaluationDraws, RolloutContext
@@ -80,7 +82,8 @@ def from_completion(
     prompt: Prompt, completion: Completion, *, role: str, group: str, version: int, partner_weight: float = 0.0
 ) -> Rollout:
     """Returns the rollout of a prompt and an engine's completion. Token ids and log-probs are those of the engine,
-    unchanged.
+    unchanged. If the completion has the most likely tokens at each position, they are the values CANDIDATES and
+    ENGINE_CANDIDATES, [T, k] each, with zeros at the tokens of the prompt.
 
     `version`: weight version of the engine, used if the completion does not contain versions. Raises EngineError if the
         number of authors differs from the number of tokens.
@@ -91,6 +94,13 @@ def from_completion(
         raise EngineError(
             f"group {group!r}: {len(authors)} authors for {written} tokens: an engine left tokens without an author"
         )
+    values = {}
+    if completion.top_ids is not None and completion.top_logprobs is not None:
+        parts = {CANDIDATES: completion.top_ids, ENGINE_CANDIDATES: completion.top_logprobs}
+        values = {
+            name: np.concatenate([np.zeros((len(prompt_tokens), part.shape[1]), part.dtype), part])
+            for name, part in parts.items()
+        }
     return Rollout(
         role=role,
         group=group,
@@ -100,6 +110,7 @@ def from_completion(
         stop=completion.stop,
         payload=prompt.payload,
         partner_weight=partner_weight,
+        values=values,
         experts=completion.experts,
     )
 
@@ -116,6 +127,7 @@ def continued(rollout: Rollout, turn: Rollout) -> Rollout:
     return replace(
         turn,
         logprobs=np.concatenate([rollout.logprobs, turn.logprobs[ended:]]),
+        values={name: np.concatenate([rollout.values[name], own[ended:]]) for name, own in turn.values.items()},
         spans=np.concatenate([rollout.spans, np.array(between, np.int32).reshape(-1, 4), own]),
     )
 

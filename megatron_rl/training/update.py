@@ -14,6 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
+from megatron_rl.algorithms.centering import OLD_CANDIDATES
 from megatron_rl.batches.data_parallel_split import Partitioner, ReplicaShares, split_over_replicas
 from megatron_rl.batches.packed_batch import BatchLoss, reads_logprobs
 from megatron_rl.batches.replica_batch import COUNTED, Outline, Work
@@ -156,12 +157,14 @@ def _with_old(work: Work, policy: Policy, loss: BatchLoss) -> Work:
     statistics. Called by every rank.
     """
     old = len(work.steps) > 1 or "old" in loss.needs
-    names = ("logprobs", "vocab_mean") if old and "vocab_mean" in loss.needs else ("logprobs",)
-    found = policy.statistics(work, names)
+    # names of statistics -> keys in Batch.values of those of the policy at the start of the update
+    read = {"vocab_mean": "old_vocab_mean", "candidate_logprobs": OLD_CANDIDATES}
+    kept = {name: key for name, key in read.items() if old and name in loss.needs}
+    found = policy.statistics(work, ("logprobs", *kept))
     if work.rescored and found:
         work = work.rescore(found["logprobs"])
     if old and found:
-        values = {"old_vocab_mean": found["vocab_mean"]} if "vocab_mean" in names else {}
+        values = {key: found[name] for name, key in kept.items()}
         work = replace(work, old_logprobs=found["logprobs"], values=values)
     return work
 

@@ -170,7 +170,7 @@ class Step:
     `state`: [3, rows], the newest tokens, their positions, and the keys of the random streams.
     `layers`: a cache in the format of `Decoder.new_layer_cache`, with at least `rows` rows.
 
-    Results are in `state`, `logprobs` and `model_logprobs` until the next call. The first call rehearses the step with
+    Results are in `state` and `drawn` until the next call. The first call rehearses the step with
     the recorder, the second call records it, and later calls replay it.
     """
 
@@ -179,7 +179,9 @@ class Step:
     ) -> None:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
-        self.logprobs, self.model_logprobs = torch.zeros(2, state.shape[1], device=state.device)  # [rows] each
+        logprobs, model_logprobs = torch.zeros(2, state.shape[1], device=state.device)
+        top = torch.zeros(state.shape[1], sampling.top, device=state.device)
+        self.drawn = drawing.Drawn(state[0], logprobs, model_logprobs, top.long(), top)
         # The graph reads this table of rotary embeddings: keep it alive even if the decoder creates a longer table.
         self._held = decoder.turns_up_to(self._window)
         self._recorder, self._calls = recorder, 0
@@ -208,7 +210,7 @@ class Step:
         hidden, _ = self._decoder.decode(tokens, inside, self._layers, self._window)
         positions.add_(1)
         drawn = drawing.draw(self._decoder.logits(hidden), self._sampling, keys, positions)
-        for held, fresh in zip((tokens, self.logprobs, self.model_logprobs), drawn, strict=True):
+        for held, fresh in zip(self.drawn, drawn, strict=True):
             held.copy_(fresh)
 
 
@@ -229,10 +231,8 @@ class Steps:
         """Returns the number of slots that a step of `rows` rows uses."""
         return min(padded_rows(rows), self._state.shape[1])
 
-    def draw(self, layers: Sequence[Tensor], rows: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Samples the next token of each of the first `rows` rows. Returns the tokens, their log-probs under the
-        sampling distribution, and their log-probs under the model, each [rows] in newly allocated memory.
-        """
+    def draw(self, layers: Sequence[Tensor], rows: int) -> drawing.Drawn:
+        """Samples the next token of each of the first `rows` rows. The results are in newly allocated memory."""
         # the KV cache has grown and was reallocated, so the old steps are invalid
         if layers[0].shape[3] != self._width:
             self._width = layers[0].shape[3]
@@ -243,4 +243,4 @@ class Steps:
             self._steps[padded] = Step(self._decoder, layers, own, self._sampling, self._recorder)
         step = self._steps[padded]
         step()
-        return self._state[0, :rows].clone(), step.logprobs[:rows].clone(), step.model_logprobs[:rows].clone()
+        return drawing.Drawn(*(held[:rows].clone() for held in step.drawn))

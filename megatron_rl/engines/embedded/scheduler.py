@@ -50,9 +50,7 @@ class _Draw:
 
     places: np.ndarray  # [B], indices of the rows in the call
     offsets: np.ndarray  # [B], index of each token in its completion
-    tokens: Tensor  # [B]
-    logprobs: Tensor  # [B]
-    model_logprobs: Tensor  # [B]
+    drawn: drawing.Drawn
     authors: np.ndarray | None  # [B] bool, True for the senior; only for Tandem RL
 
 
@@ -182,7 +180,7 @@ class ContinuousBatch:
         window = int(lengths[self._alive[part]].max())
         self._reserve(window)
         if self._steps is not None:
-            self._take(part, *self._steps.draw(self._caches[0].layers, self._size))
+            self._take(part, self._steps.draw(self._caches[0].layers, self._size))
             return
         # The position of an ended row is still incremented, so clamp it to the window.
         tokens, positions = self._tokens[part], self._positions[part].clamp(max=window - 1)
@@ -198,14 +196,14 @@ class ContinuousBatch:
         logits = self._decoders[0].logits(states[0]) if self._writers is None else self._writers.logits(states, places)
         positions = self._positions[part].add_(1)
         drawn = drawing.draw(logits, self._sampling, self._keys[part], positions)
-        self._tokens[part] = drawn[0]
-        self._take(part, *drawn)
+        self._tokens[part] = drawn.tokens
+        self._take(part, drawn)
 
-    def _take(self, part: slice, tokens: Tensor, logprobs: Tensor, model_logprobs: Tensor) -> None:
-        """Stores the tokens [B] sampled for B rows, and ends the rows that they complete. `part`: slots of the rows."""
+    def _take(self, part: slice, drawn: drawing.Drawn) -> None:
+        """Stores the tokens sampled for B rows, and ends the rows that they complete. `part`: slots of the rows."""
         places, offsets = self._places[part].copy(), self._counts[part].copy()
         self._counts[part] += 1
-        told = tokens.cpu().numpy()  # the step's only synchronization with the device
+        told = drawn.tokens.cpu().numpy()  # the step's only synchronization with the device
         ended = self._ends.table[told] | (self._counts[part] >= self._limits[places])
         by_text = np.zeros(len(places), bool)  # whether the new token completes a stop string
         if self._ends.window:
@@ -214,7 +212,7 @@ class ContinuousBatch:
             tails[:, -1] = told
             by_text[living] = self._ends.by_text(tails[living])
         authors = None if self._writers is None else self._writers.write(places, told)
-        self._drawn.append(_Draw(places, offsets, tokens, logprobs, model_logprobs, authors))
+        self._drawn.append(_Draw(places, offsets, drawn, authors))
         finished = np.flatnonzero((ended | by_text) & self._alive[part])
         if len(finished):
             self._finish(finished, part, told, by_text)
@@ -261,28 +259,31 @@ class ContinuousBatch:
     def _completions(self) -> list[Completion]:
         """Builds the completions from the tokens of all steps. Returns [R] completions in the order of the [R] rows."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        tokens, logprobs, model_logprobs = (np.zeros(starts[-1], kind) for kind in (np.int32, np.float32, np.float32))
+        top = (starts[-1], self._sampling.top)
+        arrays = {
+            "tokens": np.zeros(starts[-1], np.int32), "logprobs": np.zeros(starts[-1], np.float32),
+            "model_logprobs": np.zeros(starts[-1], np.float32), "top_ids": np.zeros(top, np.int32),
+            "top_logprobs": np.zeros(top, np.float32),
+        }  # fmt: skip
         authors = None if self._writers is None else np.zeros(starts[-1], bool)
         if self._drawn:
             places = np.concatenate([draw.places for draw in self._drawn])
             offsets = np.concatenate([draw.offsets for draw in self._drawn])
             kept = offsets < self._lengths[places]  # drops tokens that were sampled for a row after its end
             into = starts[places[kept]] + offsets[kept]
-            for column, parts in (
-                (tokens, [draw.tokens for draw in self._drawn]),
-                (logprobs, [draw.logprobs for draw in self._drawn]),
-                (model_logprobs, [draw.model_logprobs for draw in self._drawn]),
-            ):
-                column[into] = torch.cat(parts).cpu().numpy()[kept]
+            for name, column in arrays.items():
+                column[into] = torch.cat([getattr(draw.drawn, name) for draw in self._drawn]).cpu().numpy()[kept]
             if authors is not None:
                 authors[into] = np.concatenate([d.authors for d in self._drawn if d.authors is not None])[kept]
-        if not np.isfinite(model_logprobs).all():
+        if not np.isfinite(arrays["model_logprobs"]).all():
             raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
         ranges = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
         experts = [None] * len(ranges) if self._choices is None else self._choices.of_rows(self._lengths)
+        if not self._sampling.top:
+            del arrays["top_ids"], arrays["top_logprobs"]
         return [
             Completion(
-                tokens=tokens[part], logprobs=logprobs[part], model_logprobs=model_logprobs[part], stop=stop,
+                **{name: array[part] for name, array in arrays.items()}, stop=stop,
                 authors=None if authors is None else authors[part], experts=told,
             )
             for part, stop, told in zip(ranges, self._stops, experts, strict=True)

@@ -1,17 +1,28 @@
 """Samples tokens with temperature and truncation. Each row has a separate random stream.
 
-B rows   V vocabulary
+B rows   V vocabulary   k most likely tokens
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_rl.engines.protocol import Sampling
 from megatron_rl.engines.sampling_seeds import GOLDEN, MULTIPLIERS, signed
+
+
+class Drawn(NamedTuple):
+    """The tokens that were sampled for B rows."""
+
+    tokens: Tensor  # [B]
+    logprobs: Tensor  # [B] float32, log-probs under the sampling distribution
+    model_logprobs: Tensor  # [B] float32, log-probs under the model at temperature 1
+    top_ids: Tensor  # [B, k], the most likely tokens under the sampling distribution
+    top_logprobs: Tensor  # [B, k] float32, -inf for tokens that truncation removes
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
@@ -28,26 +39,29 @@ def uniforms(keys: Tensor, positions: Tensor) -> Tensor:
     return _shift(x, 11).double() * 2.0**-53
 
 
-def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Samples the next token of every row. Returns tokens [B], their log-probs under the sampling distribution [B], and
-    their log-probs under the model [B] (float32).
+def draw(logits: Tensor, sampling: Sampling, keys: Tensor, positions: Tensor) -> Drawn:
+    """Samples the next token of every row.
 
     `logits`: [B, V].
     `keys`, `positions`: int64 [B]; they select the random number of each row.
 
-    With greedy sampling (temperature 0), the sampling distribution is a point mass, so the log-probs under it are 0.
+    With greedy sampling (temperature 0), the sampling distribution is a point mass, so the log-probs under it are 0;
+    the most likely tokens are then those of the model.
     Otherwise the settings are applied in the order temperature, top-k, top-p, min-p.
     """
     model = logits.float().log_softmax(dim=-1)
     if sampling.temperature == 0:
         tokens = model.argmax(dim=-1)
-        return tokens, torch.zeros(len(tokens), device=logits.device), _pick(model, tokens)
+        return Drawn(
+            tokens, torch.zeros(len(tokens), device=logits.device), _pick(model, tokens), *_top(model, sampling)
+        )
     chosen = model if sampling.plain else processed(logits, sampling)
     cumulative = chosen.exp().cumsum(dim=-1, dtype=torch.float64)
     point = uniforms(keys, positions).to(logits.device) * cumulative[:, -1]
     tokens = torch.searchsorted(cumulative, point[:, None], right=True)[:, 0].clamp_(max=logits.shape[-1] - 1)
     model_logprobs = _pick(model, tokens)
-    return tokens, model_logprobs if sampling.plain else _pick(chosen, tokens), model_logprobs
+    logprobs = model_logprobs if sampling.plain else _pick(chosen, tokens)
+    return Drawn(tokens, logprobs, model_logprobs, *_top(chosen, sampling))
 
 
 def processed(logits: Tensor, sampling: Sampling) -> Tensor:
@@ -70,6 +84,14 @@ def processed(logits: Tensor, sampling: Sampling) -> Tensor:
         floor = scaled.amax(dim=-1, keepdim=True) + math.log(sampling.min_p)
         scaled = scaled.masked_fill(scaled < floor, -torch.inf).log_softmax(dim=-1)
     return scaled
+
+
+def _top(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Returns the sampling.top most likely tokens of each row, [B, k], and their log-probs, [B, k]."""
+    if not sampling.top:
+        return logprobs[:, :0].long(), logprobs[:, :0]
+    found = logprobs.topk(sampling.top, dim=-1)
+    return found.indices, found.values
 
 
 def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:

@@ -28,6 +28,8 @@ def joined(begun: Completion, more: Completion) -> Completion:
         stop=more.stop,
         model_logprobs=_both(begun.model_logprobs, more.model_logprobs),
         authors=_both(begun.authors, more.authors),
+        top_ids=_both(begun.top_ids, more.top_ids),
+        top_logprobs=_both(begun.top_logprobs, more.top_logprobs),
         versions=spans([*begun.versions, *later], offset + len(more.tokens)),
         # The continuation has the expert choices of all tokens, because its prompt contained the earlier tokens.
         experts=more.experts,
@@ -36,9 +38,9 @@ def joined(begun: Completion, more: Completion) -> Completion:
 
 def nothing_of(begun: Completion) -> Completion:
     """Returns a copy of the completion without tokens."""
-    none = np.empty(0)
-    authors = None if begun.authors is None else none
-    return replace(begun, tokens=none, logprobs=none, model_logprobs=none, versions=[], authors=authors)
+    names = ("tokens", "logprobs", "model_logprobs", "authors", "top_ids", "top_logprobs")
+    held = {name: values[:0] for name in names if (values := getattr(begun, name)) is not None}
+    return replace(begun, versions=[], **held)
 
 
 def dated(completion: Completion, version: int) -> Completion:

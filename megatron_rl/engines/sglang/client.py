@@ -77,7 +77,7 @@ class SglangServer(Server):
         if priority:  # SGLang can be configured to refuse priorities, so the default 0 is not sent
             body["priority"] = priority
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
-        longest = response_parsing.FREE_BYTES + n * (len(prompt) + room) * response_parsing.FRAME_TOKEN_BYTES
+        longest = response_parsing.longest_answer(n, len(prompt) + room, sampling.top)
         found = await self._ask(body, n, timeout_s, longest)
         with self._understood():
             return [self._drawn(about, own, sampling, room) for about, own in found] * (sampling.n // n)
@@ -169,6 +169,12 @@ class SglangServer(Server):
             "skip_special_tokens": False,
         }
         body: dict[str, Any] = {"return_logprob": True}
+        if sampling.top:
+            body |= {
+                "top_logprobs_num": sampling.top,
+                "return_flat_raw_output_top_logprobs": True,
+                "return_flat_raw_top_logprobs_b64": True,
+            }
         if sampling.truncated:
             if not 1 <= sampling.top_k <= facts.longest_mask:
                 raise ValueError(
@@ -213,7 +219,8 @@ class SglangServer(Server):
         scaled = response_parsing.read_logprobs(own["scaled"], tokens.shape)
         drawn = own.get("drawn", ()) if sampling.truncated else scaled
         model = scaled if sampling.greedy or sampling.temperature == 1 else None
-        return self._completion(about, tokens, sampling, drawn=drawn, model=model)
+        top = (own["top_ids"], own["top"]) if sampling.top else None
+        return self._completion(about, tokens, sampling, drawn=drawn, model=model, top=top)
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
         told = own["prompt"][1:]  # the first token has no log-prob

@@ -7,6 +7,7 @@ middleware moves the parsing from the driver to the server. The module runs insi
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -28,6 +29,10 @@ LOGPROBS = {
 }
 # Key in `meta_info` of a list: the most likely tokens at each position of the prompt (null at the first position).
 TOP = "input_top_logprobs"
+# Keys of the most likely tokens at each position of the completion: their log-probs and their ids, as base64 of float32
+# and int32, and the shape of both.
+FLAT_TOP, FLAT_TOP_IDS = "output_top_logprobs_val_flat_b64", "output_top_logprobs_idx_flat_b64"
+FLAT_SHAPE = "output_top_logprobs_shape"
 
 
 class Framed:
@@ -40,7 +45,8 @@ class Framed:
 
     - the float32 arrays whose names are the keys of `LOGPROBS`;
     - `top_ids` int32 [T - 1, k], the ids of the k most likely tokens at each position of the prompt except the first,
-      and `top` float32 [T - 1, k], the log-probs of these tokens. T is the length of the prompt.
+      and `top` float32 [T - 1, k], the log-probs of these tokens. T is the length of the prompt. In a response to a
+      request for completions, both arrays are [T, k] and belong to the T tokens of the completion.
     """
 
     def __init__(self, app: Application) -> None:
@@ -82,6 +88,9 @@ def framed(answer: bytes) -> bytes:
         if places := (about.get(TOP) or [])[1:]:
             own["top"] = np.array([[entry[0] for entry in place] for place in places], np.float32)
             own["top_ids"] = np.array([[entry[1] for entry in place] for place in places], np.int32)
+        if FLAT_TOP in about:
+            for name, key, kind in (("top", FLAT_TOP, np.float32), ("top_ids", FLAT_TOP_IDS, np.int32)):
+                own[name] = np.frombuffer(base64.b64decode(about[key]), kind).reshape(about[FLAT_SHAPE])
         reason, spans = about.get("finish_reason") or {}, about.get("weight_versions") or ()
         versions = [[span["start"], span["version"]] for span in spans]
         told = {"finish_reason": reason.get("type"), "stop_reason": reason.get("matched"), "weight_versions": versions}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import ClassVar, Literal
 
 from megatron_rl.config.base import config
 from megatron_rl.config.engines import Servers
@@ -13,6 +13,8 @@ from megatron_rl.config.model import RoleConfig
 @config
 class Sglang(Servers):
     """Settings of SGLang servers."""
+
+    tells_top: ClassVar[bool] = True
 
     kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 
@@ -28,5 +30,12 @@ class Sglang(Servers):
                     f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = "
                     "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
                     "sampling.top_k, or leave truncation off"
+                )
+            cut = drawn.top_p < 1 or drawn.min_p > 0 or drawn.top_k > 0
+            if cut and role.loss.centering:
+                problems.append(
+                    f"roles.{name}.loss.centering = {role.loss.centering} with sampling.top_p, top_k or min_p and "
+                    "engine.kind = 'sglang': SGLang returns the most likely tokens before it removes tokens; leave "
+                    "truncation off, or set centering to 0"
                 )
         return problems

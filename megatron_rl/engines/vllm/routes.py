@@ -34,8 +34,13 @@ class Routes:
     A request to PATH has the prompt `tokens` int32 [T], vLLM's sampling parameters, and optionally `priority` and
     `lora`. If the server has `--scheduling-policy priority`, requests with a lower `priority` are served first. `lora`
     is the name, id, directory and version of a LoRA adapter. Each sample is a part of the response, with
-    `finish_reason`, `stop_reason` and `weight_versions` as [first token, version], and with the arrays `tokens` int32,
-    `logprobs` float32 if requested, and `experts` int16 [rows, layers, k] if the server returns them.
+    `finish_reason`, `stop_reason` and `weight_versions` as [first token, version], and with these arrays:
+
+    - `tokens` int32 [T];
+    - `logprobs` float32 [T] if the request has `logprobs`;
+    - `top_ids` int32 [T, k] and `top` float32 [T, k], the k most likely tokens at each position and their log-probs, if
+      the request's `logprobs` is k above 0. A log-prob is -inf if the sampling parameters remove the token;
+    - `experts` int16 [rows, layers, k] if the server returns them.
 
     A request to SCORE_PATH has the concatenated `tokens` of several sequences, their `lengths`, `top_k` (an integer k),
     and optionally `lora`. The response has `logprobs` float32 [tokens, 1 + k] in the same order: the log-prob at
@@ -186,8 +191,14 @@ def _unpacked(body: bytes) -> tuple[Any, np.ndarray]:
 def _told(output: Any) -> tuple[dict[str, Any], Arrays]:
     """Converts one sample of vLLM to the JSON description and the arrays that the response contains for it."""
     arrays: Arrays = {"tokens": np.array(output.token_ids, np.int32)}
-    if output.logprobs is not None:  # vLLM returns one log-prob per token, because the request has `logprobs` = 0
-        arrays["logprobs"] = np.array(output.logprobs.logprobs, np.float32)
+    if output.logprobs is not None:
+        # the request has `logprobs` = k: vLLM returns 1 + k entries per token, first the entry of the sampled token
+        rows = max(1, len(output.token_ids)), -1
+        logprobs = np.array(output.logprobs.logprobs, np.float32).reshape(rows)
+        arrays["logprobs"] = logprobs[: len(output.token_ids), 0] if logprobs.size else np.empty(0, np.float32)
+        if logprobs.shape[1] > 1:
+            arrays["top"] = logprobs[:, 1:]
+            arrays["top_ids"] = np.array(output.logprobs.token_ids, np.int32).reshape(rows)[:, 1:]
     if output.routed_experts is not None:
         arrays["experts"] = np.asarray(output.routed_experts).astype(np.int16)
     about = {

@@ -18,6 +18,7 @@ class Vllm(Servers):
 
     holds_tandems: ClassVar[bool] = True
     tells_experts: ClassVar[bool] = True
+    tells_top: ClassVar[bool] = True
     stages_experts: ClassVar[bool] = True  # True because vLLM repacks the weights of experts (worker.py)
 
     kind: Literal["vllm"] = "vllm"  # servers that run vLLM

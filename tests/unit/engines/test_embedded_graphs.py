@@ -63,7 +63,7 @@ class Recorder(cuda_graphs.GraphRecorder):
 
     @staticmethod
     def memory(step):
-        held = [*step._layers, *step._held, step._state, step.logprobs, step.model_logprobs]
+        held = [*step._layers, *step._held, step._state, *step.drawn]
         return [(one.data_ptr(), one.shape) for one in held]
 
 
