@@ -143,6 +143,8 @@ class OpenAiServer(Server):
             problem = f"a prompt is empty or has tokens below 0: {prompt[:10].tolist()} ..."
         elif sampling.tandem is not None:
             problem = "sampling.tandem: an endpoint has one model; a tandem needs engine.kind=vllm or embedded"
+        elif sampling.top:
+            problem = "sampling.top: the most likely tokens beside sampled ones are not read from endpoints"
         elif asked:
             problem = f"sampling.{asked[0]}: OpenAI's own parameters have no such word; set extensions: true"
         if problem is not None:

@@ -326,6 +326,26 @@ def the_likeliest_tokens_are_those_of_transformers(engine: Engine, judge: Judge)
         engine.score_top(some, judge.vocab + 1)
 
 
+def the_likeliest_tokens_come_with_drawn_ones(engine: Engine, judge: Judge) -> None:
+    """They are of the distribution sampled from. Where it is cut, some have -inf, or all the values before the cut."""
+    some = prompts(judge)[:4]
+    for settings in ({}, {"temperature": 0.7}, {"top_k": 3}):
+        sampling = Sampling(max_tokens=5, n=2, seed=3, top=4, **settings)
+        for prompt, group in zip(some, complete(engine, some, sampling), strict=True):
+            for completion in group:
+                ids, logprobs = completion.top_ids, completion.top_logprobs
+                assert ids is not None and logprobs is not None
+                assert (ids.dtype, logprobs.dtype) == (np.int32, np.float32)
+                assert ids.shape == logprobs.shape == (len(completion.tokens), 4)
+                every = (judge.drawn_from(prompt, completion) / sampling.temperature).log_softmax(-1)
+                theirs, kept = every.gather(1, torch.from_numpy(ids).long()).numpy(), np.isfinite(logprobs)
+                shift = np.where(kept, logprobs, 0.0) - np.where(kept, theirs, 0.0)
+                assert kept[:, 0].all() and np.abs(np.where(kept, shift - shift[:, :1], 0.0)).max() < NEAR
+                if not sampling.truncated:
+                    assert kept.all() and np.abs(shift).max() < NEAR
+                    assert theirs == pytest.approx(every.topk(4).values.numpy(), abs=CLOSE)
+
+
 CHECKS = {
     check.__name__: check
     for check in (
@@ -350,6 +370,7 @@ CHECKS = {
         scores_are_those_of_transformers,
         a_full_context_can_be_scored,
         the_likeliest_tokens_are_those_of_transformers,
+        the_likeliest_tokens_come_with_drawn_ones,
     )
 }
 

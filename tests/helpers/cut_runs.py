@@ -142,7 +142,10 @@ def self_play(base: Path, name: str) -> dict[str, Any]:
 
 def tango_agents(base: Path, name: str) -> dict[str, Any]:
     changes = {"environment": {"target": "open_centre:Counting"}, "rewards": {"letters": 0.7}}
-    return judged_iterations(base, name, _player(base, 0), changes)
+    settings = judged_iterations(base, name, _player(base, 0), changes)
+    for own in settings["roles"].values():
+        own["loss"] |= {"centering": 3}
+    return settings
 
 
 def judged_iterations(base: Path, name: str, agent: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -169,7 +172,8 @@ def ppo_shared(base: Path, name: str) -> dict[str, Any]:
     """A critic that shares the policy, and a coefficient of the KL divergence that changes."""
     settings = ppo(base, name)
     del settings["recipe"]["args"]["estimator"]["args"]["critic_warmup"]
-    generator = _player(base, 0, loss={"value_coef": 0.5})
+    generator = _player(base, 0, loss={"value_coef": 0.5, "centering": 4})
+    generator["sampling"] |= {"top_p": 0.9}
     return settings | {"roles": {"generator": generator, "critic": {"same_as": "generator", "head": "value"}}}
 
 
@@ -196,9 +200,9 @@ TELLING = {  # metrics that are above 0 before and after the cut
     "rubric": ("reward/agrees",),
     "pairwise": ("first_wins",),
     "self_play": ("played",),
-    "tango_agents": ("verdicts_match",),
+    "tango_agents": ("verdicts_match", "head_mass", "drift_mass"),
     "ppo": ("kl_coef",),
-    "ppo_shared": ("kl_coef",),
+    "ppo_shared": ("kl_coef", "head_mass", "drift_mass"),
 }
 
 

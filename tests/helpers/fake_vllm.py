@@ -53,10 +53,10 @@ def top_of(tokens: np.ndarray, k: int) -> np.ndarray:
     return (tokens[:, None] + np.arange(1, k + 1)).astype(np.int32)
 
 
-def likeliest(tokens: np.ndarray, k: int, fault: str | None = None) -> Arrays:
+def likeliest(tokens: np.ndarray, k: int, vocab: int = 97, fault: str | None = None) -> Arrays:
     """The k likeliest tokens at the places of a completion. The last of them is removed by the sampling settings."""
-    ids = top_of(tokens, k)
-    logprobs = -ids.astype(np.float32) / 128
+    ids = top_of(tokens, k) % vocab
+    logprobs = -np.log(k) - ids.astype(np.float32) / 128
     logprobs[:, -1:] = -np.inf
     return {"top_ids": ids[:, 1:] if fault == "top" else ids, "top": logprobs}
 
@@ -224,7 +224,7 @@ class FakeVllm:
                 sample["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
                 sample["logprobs"][:1] = np.nan if fault == "nan" and not parts else sample["logprobs"][:1]
                 if params["logprobs"]:
-                    sample |= likeliest(sample["tokens"], params["logprobs"], fault)
+                    sample |= likeliest(sample["tokens"], params["logprobs"], self.vocab, fault)
             parts.append((about, sample | ({"experts": experts_of(prompt + tokens)} if self.experts else {})))
         return pack_parts(parts)
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from megatron_rl.algorithms.aggregation import aggregate
+from megatron_rl.algorithms.centering import ENGINE_CANDIDATES
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.algorithms.value_loss import PolicyAndValueLoss, ValueLoss
 from megatron_rl.batches.data_parallel_split import tally
@@ -254,7 +255,7 @@ def whole_gradients(policy: MegatronPolicy) -> None:
 
 def make_loss(name: str, rollouts: Sequence[Rollout]):
     """The case's loss, the rollouts, and further log-probs [N] of them: GMPO off-policy, whose terms and weights
-    are sums over whole sequences, a teacher's likeliest tokens, or plain sums."""
+    are sums over whole sequences, a teacher's likeliest tokens, the engine's (centering), or plain sums."""
     if name == "weighted":
         return WeightedLogprobs(), rollouts, {}
     if name == "value":
@@ -279,6 +280,14 @@ def make_loss(name: str, rollouts: Sequence[Rollout]):
             with_values.append(replace(r, values=values))
         settings = LossConfig(objective="distilled_top_k", objective_args={"kl": "mixed"}, kl_coef=0.0)
         return PolicyLoss(settings), with_values, {}
+    if name == "centered":
+        g, with_values = torch.Generator().manual_seed(8), []
+        for r in rollouts:
+            top = (2 * torch.randn(len(r.tokens), 97, generator=g)).log_softmax(-1).topk(6)
+            values = {CANDIDATES: top.indices.int().numpy(), ENGINE_CANDIDATES: top.values.numpy()}
+            with_values.append(replace(r, advantages=8 * np.asarray(r.advantages), values=values))
+        correction = CorrectionConfig(kind="truncate", high=2.0)
+        return PolicyLoss(LossConfig(kl_coef=0.0, centering=6, correction=correction)), with_values, {}
     g, size = torch.Generator().manual_seed(5), sum(len(r.tokens) for r in rollouts)
     old, reference_logprobs = (-4.5 + 0.3 * torch.randn(size, generator=g) for _ in range(2))
     engine = (old - 0.1).split([len(r.tokens) for r in rollouts])

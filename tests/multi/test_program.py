@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_rl.cluster.host_address import free_port
+from megatron_rl.run.metrics import read_metrics
 from megatron_rl.session.launch_ranks import Place, place_from
 from megatron_rl.training.rollout_parquet import from_table
 
@@ -129,9 +130,12 @@ def test_verls_parquet_is_trained_on_in_the_chat_template(tmp_path):
         "recipe={target: 'megatron_rl.recipes.grpo:Grpo', args: {updates: 1, group_size: 2}}",
         f"data.path={tmp_path}/train.parquet", f"run.dir={tmp_path}", "run.name=chat", "run.prompts_per_iteration=4",
         "run.train_without_signal=true", "preflight.reward=false", "run.save_rollouts_every=1",
-        "run.profile.iterations=[0]",
+        "run.profile.iterations=[0]", "roles.generator.loss.centering=20",
     ]  # fmt: skip
     program("train", *settings)
+    [metrics] = [row.metrics for row in read_metrics(tmp_path / "chat") if row.scope == "generator"]
+    assert 0.1 < metrics["head_mass"] < 0.9, "20 of 104 nearly equal probabilities"
+    assert 0 <= metrics["drift_mass"] < 1e-4, "engine and trainer agree"
     with gzip.open(tmp_path / "chat/profiles/iteration_000000_rank_0.json.gz") as file:
         named = {e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"}
     assert {"rollouts", "train", "forward_backward", "optimizer", "refit"} <= named

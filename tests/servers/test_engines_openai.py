@@ -32,7 +32,11 @@ pytestmark = [
 ]
 KEY, ENDS = "sk-of-this-test", (0, 7)
 # The endpoint tells the model's log-probs at temperature 1, and scores no sequence that fills its context.
-LEFT_OUT = ("logprobs_are_of_the_distribution_sampled_from", "a_full_context_can_be_scored")
+LEFT_OUT = (
+    "logprobs_are_of_the_distribution_sampled_from",
+    "a_full_context_can_be_scored",
+    "the_likeliest_tokens_come_with_drawn_ones",
+)
 
 
 @pytest.fixture(scope="module")

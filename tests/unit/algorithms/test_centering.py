@@ -172,3 +172,20 @@ def test_tokens_of_a_partner_are_not_centered():
     total, _ = PolicyLoss(config)(Statistics(live[:2], entropy, candidate_logprobs=candidates), batch)
     [by_candidate] = torch.autograd.grad(total, candidates)
     assert by_candidate[0].abs().sum() > 0 and by_candidate[1].abs().sum() == 0
+
+
+@pytest.mark.parametrize("centering", [0, 20])
+def test_entropy_stays_where_rewards_ignore_the_tokens_and_the_engine_is_sharper(centering):
+    """400 steps with the advantage 1 for every token, and an engine whose logits are 2 % larger."""
+    case, advantages = Case("same", steps=False), torch.ones(VOCABULARY, dtype=torch.float64)
+    entropies = []
+    for _ in range(400):
+        logprobs = case.logits.detach().log_softmax(-1)
+        case.old, case.engine = logprobs, (1.02 * logprobs).log_softmax(-1)
+        entropies.append(-float((logprobs.exp() * logprobs).sum()))
+        gradient, _ = case.gradient(config_of("reinforce", centering), advantages)
+        case.logits = (case.logits.detach() - 5.0 * gradient).requires_grad_()
+    if centering:
+        assert entropies == pytest.approx([entropies[0]] * 400, rel=0.02)
+    else:
+        assert entropies[-1] < 0.1 * entropies[0]
