@@ -58,8 +58,6 @@ def run(args: argparse.Namespace) -> int:
     spec = specify(args, place, say=lambda text: first and tell(args.command, text))
     if first:
         claim(spec)
-        if "torch" not in sys.modules:
-            tell(args.command, "importing torch, transformers and megatron-core")
     if place is None and spec.cluster.launch.nproc > 1:
         return launch(spec, args)
     return run_rank(spec, args, place or launch_ranks.Place(0, 1, 0, launch_ranks.LOCAL, 0, job_from(os.environ)))
@@ -105,7 +103,7 @@ def launch(spec: Spec, args: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = "1"
     fork, nproc = not has_driver(), spec.cluster.launch.nproc
     if fork:
-        _command(args)  # imports the modules once, before the fork, for all ranks
+        _command(args, tells=True)  # imports the modules once, before the fork, for all ranks
     tell(args.command, f"starting {nproc} ranks")
     rank = functools.partial(run_rank, spec, args) if fork else functools.partial(_spawned, args)
     return launch_ranks.start_ranks(rank, nproc, fork=fork)
@@ -126,7 +124,7 @@ def run_rank(spec: Spec, args: argparse.Namespace, place: launch_ranks.Place | N
     assert place is not None, "start_ranks sets the rank of a child"
     if isinstance(spec, TrainingSpec) and spec.run.deterministic:
         os.environ.update(DETERMINISTIC)
-    command = _command(args)
+    command = _command(args, tells=place.rank == 0)
     from megatron_rl import errors
 
     try:
@@ -159,14 +157,17 @@ def _tell(args: argparse.Namespace, error: BaseException, why: str) -> None:
         Listener.at(args.events).tell("error", type=type(error).__name__, message=why)
 
 
-def _command(args: argparse.Namespace) -> Callable[[Any, launch_ranks.Place], int]:
+def _command(args: argparse.Namespace, *, tells: bool) -> Callable[[Any, launch_ranks.Place], int]:
     """Imports the module of the command, which imports torch. Returns the function that runs the command. The
-    function's arguments are the resolved config and the rank's Place; it returns the exit status."""
+    function's arguments are the resolved config and the rank's Place; it returns the exit status. `tells`: print a
+    message before slow imports."""
     gc.disable()  # garbage collection would take a sixth of the import time and would free almost nothing
     # Ctrl-C during imports ends the process at once. Without this, a KeyboardInterrupt could be lost, because Python
     # ignores exceptions in destructors.
     previous_handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
+        if tells and "torch" not in sys.modules:
+            tell(args.command, "importing torch, transformers and megatron-core")
         module = importlib.import_module(f"megatron_rl.{MODULES[args.command]}")
     finally:
         signal.signal(signal.SIGINT, previous_handler)
