@@ -124,7 +124,7 @@ def saving_over_training(hidden: int, layers: int) -> dict[str, float]:
     """Returns for each of two ranks the most memory while it saves, over the most while it trains."""
     with tempfile.TemporaryDirectory() as folder:
         write_model(f"{folder}/model", hidden, layers)
-        with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(2, multiprocessing.get_context("forkserver")) as pool:
             futures = [pool.submit(saving, rank, folder, f"{folder}/model") for rank in range(2)]
             most = [future.result() for future in futures]
     return {f"saving/rank_{rank}": written / training for rank, (training, written) in enumerate(most)}
@@ -132,7 +132,7 @@ def saving_over_training(hidden: int, layers: int) -> dict[str, float]:
 
 def alone(function: Callable[..., T], *args: object) -> T:
     """Returns the function's result from a process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
         return pool.submit(function, *args).result()
 
 

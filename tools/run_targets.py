@@ -61,6 +61,11 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     "hosts": "make engines && python -m pytest tests/multi/test_two_hosts.py -m matrix",
     # a real vLLM server of every model family, and of one in a package of its own
     "families": "make engines && python -m pytest tests/servers/test_engines_families.py -m matrix",
+    # further real vLLM servers: latent attention, merged adapters, and starts that fail
+    "servers": (
+        "make engines && python -m pytest tests/servers/test_engines_latents.py tests/servers/test_lora_vllm.py "
+        "tests/servers/test_engines_starts.py -m matrix"
+    ),
     # the actor's tests on megatron-core 0.19.x
     "mcore-latest": (
         "make .venv-latest/.ready && "
@@ -72,7 +77,8 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     "processors": (
         "make engines && make PROCESSOR=sse test-numbers && make PROCESSOR=avx2 test-numbers && "
         "python -m pytest tests/servers/test_engines_families.py tests/servers/test_engines_latents.py "
-        "tests/servers/test_engines_starts.py && python -m pytest tests/unit/project/test_processors.py -m matrix"
+        f"tests/servers/test_engines_starts.py {ALL_MARKS} && "
+        "python -m pytest tests/unit/project/test_processors.py -m matrix"
     ),
     # the wheel, outside of the checkout, submits to a real Slurm
     "wheel": f"make slurm && python -m pytest tests/multi/test_wheel.py {ALL_MARKS}",
@@ -106,8 +112,8 @@ TARGETS: dict[str, str] = {  # name -> shell commands; the shortest first. `pyth
     ),
     # roles on ranks of their own with all that they can meet, and 20 kills of such runs each
     "placement": (
-        "python -m pytest tests/multi/test_placement_pairs.py tests/multi/test_placement_runs.py -m matrix "
-        "--durations=0"
+        "make engines && python -m pytest tests/multi/test_placement_pairs.py tests/multi/test_placement_runs.py "
+        "tests/servers/test_placement_vllm.py -m matrix --durations=0"
     ),
     # every axis and every pair of axes on four ranks, packed and padded, dense and with experts
     "layouts": f"python -m pytest tests/multi/test_layouts.py tests/multi/test_lora.py {ALL_MARKS}",

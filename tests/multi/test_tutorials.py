@@ -104,6 +104,7 @@ def test_an_agent_with_a_tool(begun):
     assert answers[0] < 1.75 and answers[-1] > 1.85
 
 
+@pytest.mark.matrix
 def test_a_method_of_your_own(begun):
     said = follow("own_recipe", begun)
     assert "momentum" in said and "check names the arguments" in said

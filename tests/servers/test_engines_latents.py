@@ -10,7 +10,7 @@ from test_engines_experts import check_before_and_after_an_update
 from test_engines_vllm import PYTHON
 
 pytestmark = [
-    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow,
+    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow, pytest.mark.matrix,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
 SIZES = {"hidden_size": 128, "moe_intermediate_size": 64, "intermediate_size": 128}

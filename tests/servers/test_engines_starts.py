@@ -36,16 +36,18 @@ def model(tmp_path_factory):
 @pytest.mark.parametrize(
     ("settings", "cause"),
     [
-        (
+        pytest.param(
             {"args": ("--attention-backend", "AMX_MLA")},
             # vLLM's kernels for processors without AVX-512 are a library without this one.
             r"\(EngineCore pid=\d+\) (RuntimeError: expect weight to be bfloat16|AttributeError: .*_weight_packed).*\n"
             r"  at .*/mla/amx_mla.py:\d+",
+            marks=pytest.mark.matrix,
         ),
-        (
+        pytest.param(
             {"kv_cache_gib": 1e6},
             r"\(EngineCore pid=\d+\) ValueError: Available memory .* is less than requested memory for kv .*\n"
             r"  at .*/cpu_worker.py:\d+",
+            marks=pytest.mark.matrix,
         ),
         (
             {"args": ("--hf-overrides", '{"architectures": ["NoSuchModel"]}')},

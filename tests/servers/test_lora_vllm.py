@@ -46,7 +46,7 @@ def run(base, worker, *arguments, adapters, verifier=""):
     return run_ranks(helper, 2, base / "ranks", str(config), *arguments)[0]
 
 
-@pytest.mark.parametrize("adapters", ["served", "merged"])
+@pytest.mark.parametrize("adapters", ["served", pytest.param("merged", marks=pytest.mark.matrix)])
 def test_lora_answers_of_vllm_are_those_of_the_merged_model(tmp_path, adapters):
     """Greedy answers, their log-probs and the log-probs of given text, at the start and after an update."""
     found = run(tmp_path, "engines_worker.py", "update", adapters=adapters)

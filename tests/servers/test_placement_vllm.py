@@ -15,7 +15,7 @@ from test_engines_vllm import PYTHON
 from megatron_rl.run.metrics import read_metrics
 
 pytestmark = [
-    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow,
+    pytest.mark.servers, pytest.mark.multi, pytest.mark.slow, pytest.mark.matrix,
     pytest.mark.skipif(not PYTHON.exists(), reason=f"no vLLM: there is no {PYTHON}; `make engines` installs it"),
 ]  # fmt: skip
 ROLES = ("generator", "verifier")
