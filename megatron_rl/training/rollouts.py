@@ -155,21 +155,21 @@ def _spans(before: int, completion: Completion, version: int) -> np.ndarray:
 
 def greedy(sampling: Sampling, *, seed: int) -> Sampling:
     """Returns sampling settings for one greedy completion by the model alone (without a tandem's junior)."""
-    return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None)
+    return replace(sampling, temperature=0.0, n=1, seed=seed, tandem=None, top=0)
 
 
 def plain(sampling: Sampling, *, seed: int) -> Sampling:
     """Returns sampling settings for one completion from the model's unmodified distribution: temperature 1, no
     truncation, no tandem.
     """
-    return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None)
+    return replace(sampling, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0, n=1, seed=seed, tandem=None, top=0)
 
 
 def evaluated(sampling: Sampling, draws: EvaluationDraws, *, seed: int) -> Sampling:
     """Returns sampling settings for the samples of an evaluation, by the model alone (without a tandem's junior)."""
     return replace(
         sampling, temperature=draws.temperature, top_p=draws.top_p, top_k=draws.top_k, min_p=0.0, n=draws.n, seed=seed,
-        tandem=None,
+        tandem=None, top=0,
     )  # fmt: skip
 
 

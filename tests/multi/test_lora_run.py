@@ -22,7 +22,9 @@ def settings(base, name):
     """Self-play between two roles that start from one model."""
     own = cut_runs.self_play(base, name)
     for role, lora in LORA.items():
-        own["roles"][role] = cut_runs.role(base, model="player_a", lr=0.02, lora=lora, loss={"kl_coef": 0.01})
+        own["roles"][role] = cut_runs.role(
+            base, model="player_a", lr=0.02, lora=lora, loss={"kl_coef": 0.01, "centering": 4}
+        )
     return own
 
 

@@ -124,7 +124,7 @@ def runs(tmp_path_factory, judge, servers):
         config, base, recipe="megatron_rl.recipes.agents:Agents", roles={"agent": role(base, layout={"tp": 1})},
         args={"updates": 3, **counting},
     )  # fmt: skip
-    routed = {"generator": role(base, model="experts", layout={"ep": 2}, router_replay=True)}
+    routed = {"generator": role(base, model="experts", layout={"ep": 2}, router_replay=True, loss={"centering": 4})}
     gated = {"preflight": {"reward": False, "max_logprob_gap": 1e-5}}
     configs = [
         grpo(base, "dynamic", **dynamic),

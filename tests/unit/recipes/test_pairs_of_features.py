@@ -77,6 +77,7 @@ def recipe_of(recipe: str) -> tuple[str, ...]:
 
 
 VOTES, LORA = "rollouts.labels=votes", "{rank: 4}"
+LOSS, CENTERED = "roles.generator.loss", "roles.generator.loss.centering=20"
 TTRL = covered(
     "unit/recipes/test_methods_votes.py::test_recipes_learn_from_votes_where_known_answers_are_wrong_or_hidden"
 )
@@ -206,6 +207,56 @@ PAIRS: dict[str, dict[str, Cell]] = {
             "for which memory and engines are set up", stage("roles.generator.sampling.max_tokens", "4096")
         ),
     },
+    "Score centering (`loss.centering`)": {
+        "objectives of single tokens, each correction": covered(
+            "unit/algorithms/test_centering.py::test_centering_leaves_no_expected_gradient_of_a_constant_advantage"
+        ),
+        "`gspo`, `gmpo`, `vespo`": refused("combines the tokens of a rollout", CENTERED, f"{LOSS}.objective=gspo"),
+        "`rover`, `rl_plus`, `distilled`, losses of pairs": refused(
+            "an objective that reads advantages, old, vocab_mean", CENTERED, f"{LOSS}.objective=rover"
+        ),
+        "`loss.correction.level` of rollouts": refused(
+            "set the level to token", CENTERED, f"{LOSS}.correction={{kind: mask, level: sequence, high: 3.0}}"
+        ),
+        "`loss.off_policy_mask`": documented("reference/recipes.md#score-centering"),
+        "`rollouts.mixed: rescore`": refused(
+            "those of the other tokens cannot be", CENTERED, "rollouts={max_staleness: 1, mixed: rescore}"
+        ),
+        "temperature 0": refused("set it above 0", CENTERED, "roles.generator.sampling.temperature=0"),
+        "cut sampling, embedded engine and vLLM": covered(
+            "unit/engines/test_likeliest_tokens.py"
+            "::test_embedded_engine_returns_the_head_of_the_distribution_that_it_samples_from"
+        ),
+        "cut sampling, SGLang": refused(
+            "SGLang returns the most likely tokens before it removes tokens",
+            CENTERED,
+            "engine.kind=sglang",
+            "roles.generator.sampling.top_k=20",
+        ),
+        "refits during generation": covered(
+            "unit/engines/test_likeliest_tokens.py::test_pool_joins_the_likeliest_tokens_of_what_a_refit_cuts"
+        ),
+        "tensor, context and pipeline parallelism": covered(
+            "multi/test_layouts.py::test_parity_with_transformers_in_further_layouts"
+        ),
+        "a critic that shares the policy, cut sampling, a run that was cut": covered(
+            "multi/test_resume_methods.py::test_a_run_of_any_method_that_was_cut_goes_on_exactly"
+        ),
+        "agents, a verifier, rollouts ahead, a run that was cut": covered(
+            "multi/test_open_centre.py::test_a_run_of_any_method_that_was_cut_goes_on_exactly"
+        ),
+        "adapters": covered("multi/test_lora_run.py::test_lora_run_that_was_cut_goes_on_exactly"),
+        "experts, router replay": covered(
+            "multi/test_open_centre.py::test_a_model_with_experts_trains_on_the_experts_that_its_embedded_engine_chose"
+        ),
+        "ranks of a role's own": covered(
+            "multi/test_placement_pairs.py::test_placement_of_pairs_gives_the_bits_of_shared_ranks"
+        ),
+        "tokens of a tandem's junior": covered(
+            "unit/algorithms/test_centering.py::test_tokens_of_a_partner_are_not_centered"
+        ),
+        "a stage": refused("cannot change during a run", stage(f"{LOSS}.centering", "20")),
+    },
     "Sources (`data.sources`) and evaluation": {
         "metrics, rewards and templates of each source": covered(
             "multi/test_sources_run.py::test_a_run_draws_by_weights_and_has_metrics_of_each_source"
@@ -289,7 +340,7 @@ def page() -> str:
 
 def test_pairs_the_page_has_the_tables_of_this_file():
     assert PAGE.read_text() == page(), (
-        "PYTHONPATH=tests/helpers python tests/unit/recipes/test_pairs_of_features.py writes it"
+        "PYTHONPATH=tests/helpers:tests/unit/algorithms python tests/unit/recipes/test_pairs_of_features.py writes it"
     )
 
 
