@@ -340,7 +340,8 @@ def page() -> str:
 
 def test_pairs_the_page_has_the_tables_of_this_file():
     assert PAGE.read_text() == page(), (
-        "PYTHONPATH=tests/helpers:tests/unit/algorithms python tests/unit/recipes/test_pairs_of_features.py writes it"
+        "PYTHONPATH=tests/helpers:$(printf %s: tests/unit/*/) "
+        "python tests/unit/recipes/test_pairs_of_features.py writes it"
     )
 
 
