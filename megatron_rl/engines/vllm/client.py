@@ -229,7 +229,7 @@ class VllmServer(Server):
             # After an aborted request, for example, experts of some tokens are missing. Then all experts are dropped.
             experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
         model = told if sampling.plain or sampling.greedy else None
-        top = (part["top_ids"], part["top"]) if sampling.top else None
+        top = (part["top_ids"], part["top"]) if sampling.top and sampling.logprobs else None
         return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts, top=top)
 
 
