@@ -49,8 +49,8 @@ class Sampling:
     n: int = 1
     seed: int = 0
     logprobs: bool = True  # False if the caller does not need log-probs; a server may then return nan
-    # Number k of most likely tokens that are returned at each position, besides the sampled token; not used if `logprobs`
-    # is False. The repr, by which the write-ahead log identifies requests, is without it: RoleLog adds it.
+    # Number k of most likely tokens that are returned at each position, besides the sampled token; not used without
+    # `logprobs`. The repr, by which the write-ahead log identifies requests, is without it: RoleLog adds it.
     top: int = field(default=0, repr=False)
     tandem: TandemSampling | None = None  # None: one model generates all tokens
 
