@@ -2,7 +2,8 @@
 this machine.
 
 The driver turns answers into rollouts, gives them advantages (grpo: one number each; tango: steps are found in the
-text, judged at random, and mixed in, so that every token has its own), cuts them into micro-batches and hands them out;
+text, judged at random, and mixed in, so that every token has its own; centered: grpo with the 20 most likely tokens at
+each position), cuts them into micro-batches and hands them out;
 every rank then makes each of its batches. The policy is a stand-in that receives: four ranks are four replicas, eight
 are four replicas of two. Engines, rewards and the model's own layout of a micro-batch are left out.
 
@@ -57,7 +58,9 @@ STEPS = 12  # reasoning steps of a rollout
 VOCABULARY = 32_000
 MICRO_BATCH_TOKENS = 8192
 MILLION = 1_000_000
-CASES = ("grpo/4/8.4", "grpo/8/8.4", "tango/4/8.4", "tango/8/8.4", "grpo/4/1", "grpo/4/64")
+CASES = ("grpo/4/8.4", "grpo/8/8.4", "tango/4/8.4", "tango/8/8.4", "centered/4/8.4", "grpo/4/1", "grpo/4/64")
+TOP = 20  # most likely tokens at each position, in cases of `centered`
+WIRE = {"grpo": 8, "tango": 12, "centered": 8 + 8 * TOP}  # bytes of a token in messages to other ranks
 LIMITS = {"driver_s": 0.08, "others_s": 0.03, "driver_bytes": 24.0, "others_bytes": 24.0, "wire": 1.1}
 TANGO_DRIVER_S = 0.2
 FLAT = 1.25
@@ -97,9 +100,9 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
-def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
+def make_answers(tokens: int, top: int = 0) -> tuple[list[Prompt], list[Completion]]:
     """Prompts, and GROUP completions of each, `tokens` in all; a length is that of the longest or up to a tenth
-    less."""
+    less. `top`: number of most likely tokens at each position."""
     rng = np.random.default_rng(1)
     prompts, completions, count = [], [], 0
     while count < tokens:
@@ -110,7 +113,11 @@ def make_answers(tokens: int) -> tuple[list[Prompt], list[Completion]]:
             edges = np.linspace(0, length - 1, 2 * STEPS, dtype=np.int64)
             drawn[edges[::2]], drawn[edges[1::2]] = 0, 1
             logprobs = rng.random(length, np.float32)
-            completions.append(Completion(tokens=drawn, logprobs=logprobs, stop=Stop.EOS))
+            ids = rng.integers(258, VOCABULARY, (length, top), dtype=np.int32) if top else None
+            probable = rng.random((length, top), np.float32) if top else None
+            completions.append(
+                Completion(tokens=drawn, logprobs=logprobs, stop=Stop.EOS, top_ids=ids, top_logprobs=probable)
+            )
             count += length + PROMPT
     return prompts, completions
 
@@ -138,7 +145,8 @@ def one_way(world: World, policy: Receiver, answers: Any, method: str, tokenizer
     """Answers in hand on the driver, None elsewhere -> all batches made on this rank, one after the other.
     Collective."""
     rollouts = None if answers is None else credited(method, *answers, tokenizer)
-    work = scatter(world, policy, rollouts, loss=PolicyLoss(LossConfig(kl_coef=0.0)))  # type: ignore[arg-type]
+    loss = PolicyLoss(LossConfig(kl_coef=0.0, centering=TOP if method == "centered" else 0))
+    work = scatter(world, policy, rollouts, loss=loss)  # type: ignore[arg-type]
     for micro in work.micros():
         work.batch(micro)
     return work
@@ -152,11 +160,12 @@ def rank_metrics(rank: int, folder: str, case: str, rounds: int, memory: bool) -
     dist.init_process_group("gloo", store=store, rank=rank, world_size=int(ranks))
     world = World()
     policy, tokenizer = Receiver(world), make_tokenizer() if method == "tango" and rank == 0 else None
-    small = make_answers(100_000) if rank == 0 else None
+    top = TOP if method == "centered" else 0
+    small = make_answers(100_000, top) if rank == 0 else None
     one_way(world, policy, small, method, tokenizer)  # imports, first pages, connections
     world.barrier()
     start = common.anonymous_bytes()
-    answers = make_answers(round(float(millions) * MILLION)) if rank == 0 else None
+    answers = make_answers(round(float(millions) * MILLION), top) if rank == 0 else None
     world.barrier()
     if memory:
         with common.AnonymousPeak() as peak:
@@ -198,7 +207,7 @@ def measure(case: str, rounds: int) -> dict[str, float]:
         "others_s": max(rank["cpu_s"] / rank["tokens"] for rank in others) * MILLION,
         "driver_bytes": driver_memory["bytes"] / total,
         "others_bytes": max(rank["bytes"] / rank["tokens"] for rank in others_memory),
-        "wire": driver["written"] / (sent * (12 if method == "tango" else 8)),
+        "wire": driver["written"] / (sent * WIRE[method]),
         "wall_s": driver["wall_s"],
         "driver_peak_mib": driver_memory["bytes"] / 2**20,
         "million_tokens": total / MILLION,
@@ -225,7 +234,8 @@ def main() -> None:
     limits: dict[str, float] = {}
     for case in track(args.only or CASES, "cases", console=Console(stderr=True)):
         metrics |= {f"{case}/{name}": value for name, value in measure(case, args.rounds).items()}
-        limits |= {f"{case}/{name}": limit for name, limit in LIMITS.items()}
+        bars = {"wire": LIMITS["wire"]} if case.startswith("centered") else LIMITS
+        limits |= {f"{case}/{name}": limit for name, limit in bars.items()}
         if case.startswith("tango"):
             limits[f"{case}/driver_s"] = TANGO_DRIVER_S
     if not args.only:
