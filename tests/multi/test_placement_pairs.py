@@ -30,6 +30,12 @@ def named(make: Callable[[Path], dict[str, Any]]) -> Make:
     return settings
 
 
+def episodes(base: Path, name: str) -> dict[str, Any]:
+    """Requests of episodes come when the environment asks. Which of them meet in a batch depends on time, and with it
+    the last digits of their log-probs: so the engine has one at a time."""
+    return cut_runs.tango_agents(base, name) | {"engine": {"kind": "embedded", "max_batch": 1}}
+
+
 def golden(run: str) -> Make:
     """Returns a function that makes the config of one of the runs of `make golden`."""
 
@@ -61,7 +67,7 @@ PAIRS: dict[str, tuple[Make, dict[str, str | int], int, int | None]] = {
     "adapters": (test_lora_run.settings, {"proposer": "2-3", "solver": "4-5"}, 1, 1),
     "teacher": (golden("distil"), {"student": "4-5", "teacher": "1-2"}, 0, None),
     "junior": (golden("tandem"), {"generator": "4-5"}, 0, None),
-    "episodes": (cut_runs.tango_agents, {"agent": "4-5", "verifier": "2-3"}, 2, 3),
+    "episodes": (episodes, {"agent": "4-5", "verifier": "2-3"}, 2, 3),
 }  # fmt: skip
 
 
