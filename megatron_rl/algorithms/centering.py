@@ -4,8 +4,8 @@ that the engine could have sampled at the same position with the same advantage.
 A sampled token v adds w g(v) grad log p(v) to the gradient, where g is the derivative of the objective's loss by
 log p(v) and w the weight of loss.correction. If engine and trainer have the same probabilities, the mean of this over
 the engine's distribution q is 0 for an advantage that does not depend on the token. Otherwise it is a drift, which
-changes the policy even if all rewards are equal. Centering subtracts sum_v q w g grad log p. What is left is the
-covariance of the advantage with the rest, not the gradient without mismatch (docs/explanation/corrections.md).
+changes the policy even if no token is better than another. Centering subtracts sum_v q w g grad log p. What is left is
+the covariance of the advantage with the rest, not the gradient without mismatch (docs/reference/recipes.md).
 
 The sum is taken over the k most likely tokens of the engine (`candidates`). All other tokens, the tail, are one more
 candidate. Its probability under the policy is the typical probability of a token in the tail.
@@ -37,33 +37,45 @@ ENGINE_CANDIDATES, OLD_CANDIDATES = "engine_candidate_logprobs", "old_candidate_
 LEAST_REST = 1e-6  # smaller probabilities of all tokens outside of the candidates are rounding errors of float32
 
 
+COMBINES = (
+    "loss.centering with an objective that combines the tokens of a rollout: another token in one place would change "
+    "the loss of all others; set loss.centering to 0, or take an objective of single tokens"
+)
+
+
 class Alone(Batch):
-    """A batch in which every position is a text of its own. An objective that combines positions of a rollout fails."""
+    """A batch of tokens that belong to no rollout. An objective that combines the tokens of a rollout fails."""
+
+    @property
+    def lengths(self) -> Tensor:
+        raise ConfigError(COMBINES)
 
     def sequence_sums(self, values: Tensor) -> Tensor:
-        raise ConfigError(
-            "loss.centering with an objective that combines the tokens of a rollout: another token in one place would "
-            "change the loss of all others; set loss.centering to 0, or take an objective of single tokens"
-        )
+        raise ConfigError(COMBINES)
+
+    def spread(self, values: Tensor) -> Tensor:
+        raise ConfigError(COMBINES)
 
 
 def check(objective: Objective, arguments: Mapping[str, Any], correction: CorrectionConfig | None) -> None:
     """Raises ConfigError for an objective whose gradient cannot be centered: one that combines the tokens of a rollout,
-    or that reads more of the sampled token than its log-probs and its advantage. Also raises it for a correction that
-    weighs whole rollouts.
+    or that reads more than the log-probs of the sampled token, the entropy and the advantage of its position. Also
+    raises it for a correction that weighs whole rollouts.
     """
     if correction is not None and correction.level != "token":
         raise ConfigError(
             f"loss.centering with loss.correction.level = {correction.level!r}: the weight that a rollout would have "
             "with another token in one place is unknown; set the level to token, or loss.centering to 0"
         )
-    if objective.needs != {ADVANTAGES}:
+    if objective.reads_correction:
+        raise ConfigError(COMBINES)
+    if objective.needs - {"old"} != {ADVANTAGES}:
         raise ConfigError(
             f"loss.centering with an objective that reads {', '.join(sorted(objective.needs))}: they are not known "
             "for the tokens that were not sampled; set loss.centering to 0, or take an objective that reads advantages"
         )
     logprobs = torch.full((2,), -1.0)
-    _slopes(objective, arguments, logprobs, logprobs, logprobs, torch.ones(2))
+    _slopes(objective, arguments, logprobs, logprobs, logprobs, torch.ones(2), torch.ones(2))
 
 
 def centering_losses(
@@ -76,17 +88,20 @@ def centering_losses(
     """Returns the terms, [N], that center the gradient when they are added to the objective's losses, and metrics, [N]
     each. The terms are 0 at labels that the policy did not sample.
 
-    The metric `head_mass` is the engine's probability of the candidates. `drift_mass` is the sum of the absolute
-    weights with which the candidates' log-probs enter, for an advantage of this position.
+    The metric `head_mass` is the engine's probability of the candidates. `drift_mass` is the size of what is
+    subtracted: the sum of its absolute values over the logits of the candidates, for an advantage of 1.
     """
     assert live.candidate_logprobs is not None and live.entropy is not None  # requested by PolicyLoss.needs
     logprobs, engine = live.candidate_logprobs, batch.values[ENGINE_CANDIDATES]
     with torch.no_grad():
-        head = logprobs.detach(), batch.values.get(OLD_CANDIDATES, logprobs.detach()), engine.to(logprobs.dtype)
+        head = logprobs.detach(), batch.values[OLD_CANDIDATES], engine.to(logprobs.dtype)
         coefficients = _coefficients(objective, arguments, correction, head, live.entropy.detach(), batch.advantages)
         coefficients = at(batch.mask, coefficients)
     terms = -(coefficients * logprobs).sum(-1)
-    return terms, {"head_mass": engine.exp().sum(-1), "drift_mass": coefficients.abs().sum(-1)}
+    drift = (coefficients - head[0].exp() * coefficients.sum(-1, keepdim=True)).abs().sum(-1)
+    size = batch.advantages.abs()
+    drift = torch.where(size > 0, drift / size.clamp(min=torch.finfo(drift.dtype).tiny), 0.0)
+    return terms, {"head_mass": engine.exp().sum(-1), "drift_mass": drift}
 
 
 def _coefficients(
@@ -110,7 +125,7 @@ def _coefficients(
     weights = weights_of_ratios(correction, ratios)[0].view_as(drawn)
     slopes = _slopes(
         objective, arguments, policy.flatten(), old.flatten(), drawn.masked_fill(removed, 0.0).flatten(),
-        advantages[:, None].expand_as(drawn).flatten(),
+        advantages[:, None].expand_as(drawn).flatten(), entropy[:, None].expand_as(drawn).flatten(),
     ).view_as(drawn)  # fmt: skip
     each = (weights * slopes).masked_fill(removed, 0.0)
     coefficients = engine.exp() * each[:, :-1]
@@ -122,7 +137,7 @@ def _coefficients(
 
 def _slopes(
     objective: Callable[..., Any], arguments: Mapping[str, Any], logprobs: Tensor, old: Tensor, engine: Tensor,
-    advantages: Tensor,
+    advantages: Tensor, entropy: Tensor,
 ) -> Tensor:  # fmt: skip
     """Returns the derivative of the objective's loss by the log-prob of each token, [M], for M tokens in texts of their
     own. All arguments are [M]."""
@@ -131,8 +146,8 @@ def _slopes(
         ids = torch.zeros(len(live), dtype=torch.int64, device=live.device)
         batch = Alone(
             tokens=ids, labels=ids, mask=ids == 0, weights=torch.ones_like(live), engine_logprobs=engine,
-            advantages=advantages, cu_seqlens=torch.arange(len(live) + 1, device=live.device), old_logprobs=old,
+            advantages=advantages, cu_seqlens=ids[:0], old_logprobs=old,
         )  # fmt: skip
-        answer = objective(Statistics(logprobs=live, entropy=torch.zeros_like(live)), batch, **arguments)
+        answer = objective(Statistics(logprobs=live, entropy=entropy), batch, **arguments)
         losses = answer[0] if isinstance(answer, tuple) else answer
         return torch.autograd.grad(losses.sum(), live)[0]

@@ -194,9 +194,9 @@ def dppo_tv(
     arXiv 2602.04879; verl's dppo_tv, whose clip_ratio_low and clip_ratio_high these are). The other tokens have loss 0,
     and the metric clip_frac marks them.
 
-    `cap`: largest ratio, which has no gradient (verl's clip_ratio_c: 20 in its code, 3 in its default config). In
-    verl's bypass mode p_old is the engine's probability; here it is the trainer's, and loss.correction has the ratio to
-    the engine.
+    `cap`: largest value of the ratio, which is a constant weight without a gradient (verl's clip_ratio_c: 20 in its
+    code, 3 in its default config). In verl's bypass mode p_old is the engine's probability; here it is the trainer's,
+    and loss.correction has the ratio to the engine.
     """
     moved = live.logprobs.detach().exp() - batch.old.exp()
     return _near(live, batch, moved <= clip_high, moved >= -clip_low, cap)

@@ -161,6 +161,10 @@ class PolicyLoss:
         if "vocab_mean" in self.needs and "old_vocab_mean" not in batch.values:
             assert live.vocab_mean is not None
             batch = replace(batch, values={**batch.values, "old_vocab_mean": live.vocab_mean.detach()})
+        if self.config.centering and batch.old_logprobs is None:
+            assert live.candidate_logprobs is not None
+            old = {centering.OLD_CANDIDATES: live.candidate_logprobs.detach()}
+            batch = replace(batch, values={**batch.values, **old})
         if batch.old_logprobs is None:
             batch = replace(batch, old_logprobs=live.logprobs.detach())
         return batch

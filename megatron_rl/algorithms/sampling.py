@@ -49,9 +49,7 @@ class Sampling:
     n: int = 1
     seed: int = 0
     logprobs: bool = True  # False if the caller does not need log-probs; a server may then return nan
-    # Number k of most likely tokens that are returned at each position, besides the sampled token; not used without
-    # `logprobs`. The repr, by which the write-ahead log identifies requests, is without it: RoleLog adds it.
-    top: int = field(default=0, repr=False)
+    top: int = 0  # number k of most likely tokens to return at each position, besides the sampled token (see num_top)
     tandem: TandemSampling | None = None  # None: one model generates all tokens
 
     @property
@@ -60,6 +58,11 @@ class Sampling:
         the sampling distribution is then 0.
         """
         return self.temperature == 0
+
+    @property
+    def num_top(self) -> int:
+        """The number of most likely tokens that a completion has at each position: 0 without log-probs."""
+        return self.top if self.logprobs else 0
 
     @property
     def truncated(self) -> bool:
@@ -111,7 +114,7 @@ class Completion:
 def empty(sampling: Sampling) -> Completion:
     """Returns a completion without tokens, for a prompt that fills the model's context."""
     none = np.empty(0)
-    top = np.empty((0, sampling.top)) if sampling.top else None
+    top = np.empty((0, sampling.num_top)) if sampling.num_top else None
     return Completion(
         tokens=none, logprobs=none, stop=Stop.LENGTH, top_ids=top, top_logprobs=top,
         authors=None if sampling.tandem is None else none,

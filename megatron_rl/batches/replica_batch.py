@@ -90,7 +90,7 @@ class Work:
     engine_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None  # [N] float32, log-probs under the policy at the start of the update
     reference_logprobs: Tensor | None = None  # [N] float32, log-probs under the frozen reference
-    # statistics that were computed under earlier weights, by name: [N] float32
+    # statistics that were computed under earlier weights, by name: [N] or [N, k] float32
     values: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod

@@ -56,6 +56,8 @@ class Servers:
     tells_experts: ClassVar[bool] = False
     # Whether a server's answers have the most likely tokens at each position, as roles.NAME.loss.centering needs
     tells_top: ClassVar[bool] = False
+    # Whether these tokens are those of the distribution before top_p, top_k and min_p remove tokens
+    top_before_cuts: ClassVar[bool] = False
     # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off, so that
     # `megatron-rl plan` counts this memory
     stages_experts: ClassVar[bool] = False
@@ -153,17 +155,11 @@ class Servers:
             for name, role in roles.items()
             if role.tandem is not None and self.quantization
         ]
-        problems += [
+        return problems + [
             f"roles.{name}.router_replay = true with engine.kind = {self.kind!r}: the experts that its servers choose "
             "are not read; set engine.kind to vllm or embedded, or router_replay to false"
             for name, role in roles.items()
             if role.router_replay and not self.tells_experts
-        ]
-        return problems + [
-            f"roles.{name}.loss.centering = {role.loss.centering} with engine.kind = {self.kind!r}: its servers do not "
-            "return the most likely tokens of each position; set centering to 0, or engine.kind to vllm or embedded"
-            for name, role in roles.items()
-            if role.loss.centering and not self.tells_top
         ]
 
     def problems(self) -> Iterator[str]:

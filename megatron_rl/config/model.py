@@ -236,7 +236,7 @@ class LossConfig:
     correction: CorrectionConfig | None = None
     # Score centering (arXiv 2609.20807): number k of the engine's most likely tokens at each position, from which the
     # trainer computes what the objective would do for an advantage that does not depend on the token, and subtracts it.
-    # 0: no centering. The engine then returns k tokens and log-probs beside each sampled token (8 k bytes a token).
+    # 0: no centering. The engine then returns k tokens and log-probs beside each sampled token, which are 8 x k bytes.
     centering: NonNegativeInt = 0
     # Leave tokens with a negative advantage out of the objective if the mean of log p_engine - log p over their rollout
     # is above this threshold (the off-policy sequence mask of DeepSeek-V3.2); null: no mask.

@@ -95,6 +95,8 @@ def read_top(ids: Any, logprobs: Any, shape: tuple[int, int], vocab: int) -> dic
 
     Raises AnswerError if a shape differs, if an id is outside the vocabulary, or for an invalid log-prob.
     """
+    if not shape[0]:
+        return {"top_ids": np.empty(shape, np.int32), "top_logprobs": np.empty(shape, np.float32)}
     array, numbers = np.asarray(ids), np.asarray(logprobs)
     require(array.shape == shape and array.dtype.kind in "iu", f"likeliest tokens are {array.dtype} {array.shape}")
     check_ids(array, vocab)

@@ -172,7 +172,7 @@ class Server:
             stop=self._stop(about["finish_reason"], about["stop_reason"], sampling),
             model_logprobs=own,
             experts=experts,
-            **({} if top is None else response_parsing.read_top(*top, (len(tokens), sampling.top), self._vocab)),
+            **({} if top is None else response_parsing.read_top(*top, (len(tokens), sampling.num_top), self._vocab)),
             versions=response_parsing.read_versions(spans, len(tokens)),
         )
 

@@ -16,6 +16,7 @@ from megatron_rl.spec.run_spec import SftSpec, Spec
 from megatron_rl.weights.counting import Parallel, adapter_elements, total
 
 TOKEN_BYTES = 16  # bytes of a token in a file of rollouts: its id, its log-prob and its text
+TOP_BYTES = 8  # bytes of each of the most likely tokens at a position (loss.centering): its id and its log-prob
 TEXT_BYTES = 4  # bytes of the text of a token
 
 
@@ -61,7 +62,8 @@ def of_training(case: Case, plan: RunPlan, rows: Rows, fills: Mapping[str, float
     disk = checkpoint_bytes(case, keep=run.keep + 1 + best, models=1 + best)
     if run.save_rollouts_every:
         written = cycles * sum(iteration.generated * iteration.times for iteration in plan.iterations)
-        disk += TOKEN_BYTES * written / run.save_rollouts_every
+        top = max(role.loss.centering for role in spec.roles.values())
+        disk += (TOKEN_BYTES + TOP_BYTES * top) * written / run.save_rollouts_every
     return _totals(
         "iterations", iterations, cycles * plan.cycle_s, case, disk=disk, evaluations=(evaluations, evaluated_s)
     )  # fmt: skip

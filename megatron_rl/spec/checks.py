@@ -99,7 +99,6 @@ def _run_problems(spec: RunSpec) -> Iterator[str]:
         except TypeError as error:
             yield f"rollouts.max_staleness = {ahead}: copy.deepcopy fails on the recipe ({error}); set it to 0"
     yield from low_precision_problems(spec.roles, settings)
-    yield from centering_problems(spec.roles, spec.loop.rollouts)
     if isinstance(settings, Embedded):
         if spec.engine.refit.staging != "off":
             yield (
@@ -363,6 +362,9 @@ def recipe_problems(spec: RunSpec) -> list[str]:
         if errors
         else [
             *loss_input_problems(recipe, spec.roles, target),
+            *centering_problems(
+                recipe, spec.roles, spec.engine.settings, spec.loop.rollouts, replayed=spec.data.replay is not None
+            ),
             *_score_problems(recipe, spec.roles, target),
             *_vote_problems(recipe, spec.loop.rollouts, target),
         ]

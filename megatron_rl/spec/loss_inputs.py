@@ -10,7 +10,7 @@ from megatron_rl.algorithms.centering import ENGINE_CANDIDATES
 from megatron_rl.algorithms.objectives import WORDS, Objective, find
 from megatron_rl.algorithms.value_loss import loss_of
 from megatron_rl.batches.packed_batch import CANDIDATES, inputs_of_rollouts
-from megatron_rl.config.engines import Rollouts
+from megatron_rl.config.engines import Rollouts, Servers
 from megatron_rl.config.model import RoleConfig
 from megatron_rl.spec.run_spec import RoleSpec
 
@@ -45,18 +45,35 @@ def loss_input_problems(recipe: Any, roles: Mapping[str, RoleSpec], target: str)
             yield f"roles.{name}.{_problem(recipe, target, owner, needs, gives)}"
 
 
-def centering_problems(roles: Mapping[str, RoleSpec], rollouts: Rollouts) -> Iterator[str]:
-    """Yields an error message for each role whose gradient cannot be centered, because of how its rollouts are made."""
-    for name, role in roles.items():
-        if not (k := roles[role.owner].loss.centering) or role.head is not None or not role.has_policy:
+def centering_problems(
+    recipe: Any, roles: Mapping[str, RoleSpec], engine: Any, rollouts: Rollouts, *, replayed: bool
+) -> Iterator[str]:
+    """Yields an error message for each trained role whose gradient cannot be centered, because of how its rollouts are
+    made. `engine`: the section of the config. `replayed`: the run trains on stored rollouts."""
+    for name, part in recipe.roles().items():
+        role = roles[name]
+        if not part.trained or role.head is not None or not (k := roles[role.owner].loss.centering):
             continue
-        place = f"roles.{name}: loss.centering = {k} with"
+        place = f"roles.{role.owner}.loss.centering = {k} with"
         if role.sampling.temperature == 0:
-            yield f"{place} sampling.temperature = 0: such an engine has one token at each position; set it above 0"
+            yield f"{place} roles.{name}.sampling.temperature = 0: the engine then draws no token; set it above 0"
         if rollouts.mixed == "rescore":
             yield (
                 f"{place} rollouts.mixed = 'rescore': the engine's log-probs of the sampled tokens are replaced, those "
                 "of the other tokens cannot be; choose another value, each token has its own distribution anyway"
+            )
+        if replayed:
+            yield f"{place} debug.replay: stored rollouts may lack the engine's likeliest tokens; set centering to 0"
+        if isinstance(engine, Servers) and not engine.tells_top:
+            yield (
+                f"{place} engine.kind = {engine.kind!r}: its servers do not return the most likely tokens of each "
+                "position; set centering to 0, or engine.kind to vllm, sglang or embedded"
+            )
+        cut = role.sampling.top_p < 1 or role.sampling.min_p > 0 or role.sampling.top_k > 0
+        if isinstance(engine, Servers) and engine.top_before_cuts and cut:
+            yield (
+                f"{place} roles.{name}.sampling.top_p, top_k or min_p and engine.kind = {engine.kind!r}: its servers "
+                "return the most likely tokens before tokens are removed; leave truncation off, or set centering to 0"
             )
 
 

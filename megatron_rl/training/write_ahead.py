@@ -269,8 +269,7 @@ class RoleLog:
         self._file, self._role = file, role
 
     def known(self, key: int, tokens: np.ndarray, sampling: Sampling) -> tuple[bytes, dict[int, Completion]]:
-        top = f" top={sampling.top}" if sampling.top else ""
-        address = self._file.address(f"{self._role} {key} {sampling}{top}".encode(), tokens.tobytes())
+        address = self._file.address(f"{self._role} {key} {sampling}".encode(), tokens.tobytes())
         found = {j: self._file.read(_of_sample(address, j)) for j in range(sampling.n)}
         return address, {j: completion for j, completion in found.items() if completion is not None}
 

@@ -172,7 +172,7 @@ def ppo_shared(base: Path, name: str) -> dict[str, Any]:
     """A critic that shares the policy, and a coefficient of the KL divergence that changes."""
     settings = ppo(base, name)
     del settings["recipe"]["args"]["estimator"]["args"]["critic_warmup"]
-    generator = _player(base, 0, loss={"value_coef": 0.5, "centering": 4})
+    generator = _player(base, 0, loss={"value_coef": 0.5, "centering": 4}, samples_per_optimizer_step=4)
     generator["sampling"] |= {"top_p": 0.9}
     return settings | {"roles": {"generator": generator, "critic": {"same_as": "generator", "head": "value"}}}
 

@@ -69,15 +69,16 @@ class TablePolicy:
     def statistics(
         self, work: Work, names: Sequence[str] = ("logprobs",), *, reference: bool = False
     ) -> dict[str, Tensor]:
-        """Gives statistics of the labels in the loss; 0 elsewhere. -> [N] float32 by name."""
+        """Gives statistics of the labels in the loss; 0 elsewhere. -> [N] or [N, k] float32 by name."""
         self._check_present()
-        columns = torch.zeros(len(names), work.num_tokens)
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
         for micro in work.micros():
             batch = work.batch(micro)
             statistics = self._forward(batch, (self._start if reference else self.table.detach()).double(), names)
             counted = statistics.at(batch.counted)
-            columns[:, micro.start : micro.end] = torch.stack([getattr(counted, name) for name in names])
-        return dict(zip(names, columns, strict=True))
+            for name in names:
+                found[name].append(getattr(counted, name).float())
+        return {name: torch.cat(parts) for name, parts in found.items()}
 
     def evaluate(self, work: Work, loss: BatchLoss) -> dict[str, float]:
         with torch.no_grad():

@@ -56,7 +56,7 @@ def top_of(tokens: np.ndarray, k: int) -> np.ndarray:
 def likeliest(tokens: np.ndarray, k: int, vocab: int = 97, fault: str | None = None) -> Arrays:
     """The k likeliest tokens at the places of a completion. The last of them is removed by the sampling settings."""
     ids = top_of(tokens, k) % vocab
-    logprobs = -np.log(k) - ids.astype(np.float32) / 128
+    logprobs = np.float32(-np.log(k)) - ids.astype(np.float32) / 128
     logprobs[:, -1:] = -np.inf
     return {"top_ids": ids[:, 1:] if fault == "top" else ids, "top": logprobs}
 
@@ -223,7 +223,7 @@ class FakeVllm:
             if params["logprobs"] is not None:
                 sample["logprobs"] = np.array([logprob_of(token) for token in tokens], np.float32)
                 sample["logprobs"][:1] = np.nan if fault == "nan" and not parts else sample["logprobs"][:1]
-                if params["logprobs"]:
+                if params["logprobs"] and tokens:  # as vLLM: no entries of a completion without tokens
                     sample |= likeliest(sample["tokens"], params["logprobs"], self.vocab, fault)
             parts.append((about, sample | ({"experts": experts_of(prompt + tokens)} if self.experts else {})))
         return pack_parts(parts)

@@ -180,8 +180,8 @@ class Step:
         self._decoder, self._layers, self._state, self._sampling = decoder, list(layers), state, sampling
         self._window = layers[0].shape[3]
         logprobs, model_logprobs = torch.zeros(2, state.shape[1], device=state.device)
-        top = torch.zeros(state.shape[1], sampling.top, device=state.device)
-        self.drawn = drawing.Drawn(state[0], logprobs, model_logprobs, top.long(), top)
+        top = torch.zeros(state.shape[1], sampling.num_top, device=state.device)
+        self.drawn = drawing.Drawn(state[0], logprobs, model_logprobs, top.int(), top)
         # The graph reads this table of rotary embeddings: keep it alive even if the decoder creates a longer table.
         self._held = decoder.turns_up_to(self._window)
         self._recorder, self._calls = recorder, 0

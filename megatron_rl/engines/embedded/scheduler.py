@@ -259,7 +259,7 @@ class ContinuousBatch:
     def _completions(self) -> list[Completion]:
         """Builds the completions from the tokens of all steps. Returns [R] completions in the order of the [R] rows."""
         starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(self._lengths)])
-        top = (starts[-1], self._sampling.top)
+        top = (starts[-1], self._sampling.num_top)
         arrays = {
             "tokens": np.zeros(starts[-1], np.int32), "logprobs": np.zeros(starts[-1], np.float32),
             "model_logprobs": np.zeros(starts[-1], np.float32), "top_ids": np.zeros(top, np.int32),
@@ -279,7 +279,7 @@ class ContinuousBatch:
             raise FloatingPointError("the model's log-probs are not finite: look for NaN or infinite weights")
         ranges = [slice(a, b) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)]
         experts = [None] * len(ranges) if self._choices is None else self._choices.of_rows(self._lengths)
-        if not self._sampling.top:
+        if not self._sampling.num_top:
             del arrays["top_ids"], arrays["top_logprobs"]
         return [
             Completion(

@@ -21,7 +21,7 @@ class Drawn(NamedTuple):
     tokens: Tensor  # [B]
     logprobs: Tensor  # [B] float32, log-probs under the sampling distribution
     model_logprobs: Tensor  # [B] float32, log-probs under the model at temperature 1
-    top_ids: Tensor  # [B, k], the most likely tokens under the sampling distribution
+    top_ids: Tensor  # [B, k] int32, the most likely tokens under the sampling distribution
     top_logprobs: Tensor  # [B, k] float32, -inf for tokens that truncation removes
 
 
@@ -87,11 +87,13 @@ def processed(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _top(logprobs: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
-    """Returns the sampling.top most likely tokens of each row, [B, k], and their log-probs, [B, k]."""
-    if not sampling.top:
-        return logprobs[:, :0].long(), logprobs[:, :0]
-    found = logprobs.topk(sampling.top, dim=-1)
-    return found.indices, found.values
+    """Returns the most likely tokens of each row, [B, k] int32, and their log-probs, [B, k]. The tensors do not share
+    the memory of `logprobs`, which is large."""
+    if not sampling.num_top:
+        none = torch.empty(len(logprobs), 0, device=logprobs.device)
+        return none.int(), none
+    found = logprobs.topk(sampling.num_top, dim=-1)
+    return found.indices.int(), found.values
 
 
 def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:

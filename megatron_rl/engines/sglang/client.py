@@ -77,7 +77,7 @@ class SglangServer(Server):
         if priority:  # SGLang can be configured to refuse priorities, so the default 0 is not sent
             body["priority"] = priority
         room = min(sampling.max_tokens, facts.longest_prompt + RESERVED)
-        longest = response_parsing.longest_answer(n, len(prompt) + room, sampling.top)
+        longest = response_parsing.longest_answer(n, len(prompt) + room, sampling.num_top)
         found = await self._ask(body, n, timeout_s, longest)
         with self._understood():
             return [self._drawn(about, own, sampling, room) for about, own in found] * (sampling.n // n)
@@ -169,9 +169,9 @@ class SglangServer(Server):
             "skip_special_tokens": False,
         }
         body: dict[str, Any] = {"return_logprob": True}
-        if sampling.top:
+        if sampling.num_top:
             body |= {
-                "top_logprobs_num": sampling.top,
+                "top_logprobs_num": sampling.num_top,
                 "return_flat_raw_output_top_logprobs": True,
                 "return_flat_raw_top_logprobs_b64": True,
             }
@@ -219,7 +219,8 @@ class SglangServer(Server):
         scaled = response_parsing.read_logprobs(own["scaled"], tokens.shape)
         drawn = own.get("drawn", ()) if sampling.truncated else scaled
         model = scaled if sampling.greedy or sampling.temperature == 1 else None
-        top = (own["top_ids"], own["top"]) if sampling.top else None
+        # a completion without tokens, such as an aborted one, has no arrays of likeliest tokens
+        top = (own.get("top_ids"), own.get("top")) if sampling.num_top else None
         return self._completion(about, tokens, sampling, drawn=drawn, model=model, top=top)
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:

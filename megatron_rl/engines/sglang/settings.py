@@ -15,6 +15,7 @@ class Sglang(Servers):
     """Settings of SGLang servers."""
 
     tells_top: ClassVar[bool] = True
+    top_before_cuts: ClassVar[bool] = True
 
     kind: Literal["sglang"] = "sglang"  # servers that run SGLang
 
@@ -30,12 +31,5 @@ class Sglang(Servers):
                     f"roles.{name}.sampling.top_p = {drawn.top_p}, min_p = {drawn.min_p} with engine.kind = "
                     "'sglang': with such a truncation SGLang returns log-probs of drawn tokens only under a top_k; set "
                     "sampling.top_k, or leave truncation off"
-                )
-            cut = drawn.top_p < 1 or drawn.min_p > 0 or drawn.top_k > 0
-            if cut and role.loss.centering:
-                problems.append(
-                    f"roles.{name}.loss.centering = {role.loss.centering} with sampling.top_p, top_k or min_p and "
-                    "engine.kind = 'sglang': SGLang returns the most likely tokens before it removes tokens; leave "
-                    "truncation off, or set centering to 0"
                 )
         return problems

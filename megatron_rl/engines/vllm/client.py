@@ -134,7 +134,7 @@ class VllmServer(Server):
         the result of `_parameters`, with the additional field `priority`.
         """
         n, room, seed = parameters["n"], parameters["max_tokens"], parameters["seed"]
-        longest = response_parsing.longest_answer(n, len(prompt) + room, sampling.top)
+        longest = response_parsing.longest_answer(n, len(prompt) + room, sampling.num_top)
         answer = await self._exchange(GENERATE, {**parameters, **self._adapter()}, prompt, timeout_s, longest)
         with self._understood():
             parts = frames.unpack_parts(answer)
@@ -156,7 +156,7 @@ class VllmServer(Server):
             "top_k": 0 if greedy else sampling.top_k,
             "min_p": 0.0 if greedy else sampling.min_p,
             "seed": seed,
-            "logprobs": sampling.top if sampling.logprobs else None,
+            "logprobs": sampling.num_top if sampling.logprobs else None,
             "stop": list(sampling.stop_strings),
             "stop_token_ids": self._stops(sampling),
             "detokenize": bool(sampling.stop_strings),
@@ -229,7 +229,8 @@ class VllmServer(Server):
             # After an aborted request, for example, experts of some tokens are missing. Then all experts are dropped.
             experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
         model = told if sampling.plain or sampling.greedy else None
-        top = (part["top_ids"], part["top"]) if sampling.top and sampling.logprobs else None
+        # a completion without tokens, such as an aborted one, has no arrays of likeliest tokens
+        top = (part.get("top_ids"), part.get("top")) if sampling.num_top else None
         return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts, top=top)
 
 

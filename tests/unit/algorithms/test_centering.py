@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithms.centering import ENGINE_CANDIDATES, OLD_CANDIDATES
+from megatron_rl.algorithms.objectives import objective
 from megatron_rl.algorithms.policy_loss import PolicyLoss
 from megatron_rl.batches.packed_batch import CANDIDATES, Batch, Statistics
 from megatron_rl.config.schema import ConfigError, CorrectionConfig, LossConfig
@@ -23,6 +24,8 @@ OBJECTIVES = {
     "dppo_tv": {"clip_low": 0.02, "clip_high": 0.02},
     "dppo_kl": {"clip_low": 0.002, "clip_high": 0.002},
     "test_centering:tempered": {"power": 0.5},
+    "test_centering:unlikely": {},
+    "test_centering:told_old": {},
 }
 CORRECTIONS = {
     "none": None,
@@ -30,6 +33,25 @@ CORRECTIONS = {
     "mask": CorrectionConfig(kind="mask", low=0.7, high=1.4),
     "drop": CorrectionConfig(kind="drop", low=0.7, high=1.4),
 }
+
+
+def unlikely(live, batch):
+    """A user's objective, which trains where the policy is unsure."""
+    return torch.where(live.entropy > 1.0, -batch.advantages * live.logprobs, 0.0)
+
+
+@objective(needs=["advantages", "old"])
+def told_old(live, batch):
+    return -batch.advantages * (live.logprobs - batch.old).exp()
+
+
+@objective(reads_correction=True)
+def corrected(live, batch):
+    return -batch.advantages * live.logprobs * batch.values["correction"]
+
+
+def by_length(live, batch):
+    return -batch.advantages * live.logprobs / batch.spread(batch.lengths)
 
 
 def tempered(live, batch, *, power):
@@ -146,6 +168,8 @@ def test_centering_changes_nothing_where_engine_and_trainer_agree():
         ({"objective": "rover"}, "an objective that reads advantages, old, vocab_mean"),
         ({"objective": "distilled"}, "an objective that reads teacher_logprobs"),
         ({"objective": "distilled_top_k"}, "teacher_candidate_logprobs"),
+        ({"objective": "test_centering:corrected"}, "combines the tokens of a rollout"),
+        ({"objective": "test_centering:by_length"}, "combines the tokens of a rollout"),
         ({"objective": "kto"}, "an objective that reads"),
         ({"correction": CorrectionConfig(kind="mask", level="sequence", high=3.0)}, "correction.level = 'sequence'"),
         ({"correction": CorrectionConfig(kind="drop", level="geometric", high=1.1)}, "correction.level = 'geometric'"),

@@ -222,6 +222,9 @@ class Watched(TablePolicy):
         return super().update(work, step, loss)
 
 
+HEAD = ["candidates", "engine_candidate_logprobs"]
+
+
 @objective(needs=["advantages", "old"])
 def wants_old(live, batch):
     return -(live.logprobs - batch.old_logprobs).exp() * batch.advantages
@@ -240,12 +243,28 @@ def wants_old(live, batch):
             [(("logprobs", "vocab_mean"), False), (0, True, ["old_vocab_mean"])],
         ),
         ({"objective": "distilled"}, None, [(0, False, ["teacher_logprobs"])]),
+        ({"centering": 3}, None, [(0, False, HEAD)]),
+        (
+            {"centering": 3},
+            4,
+            [
+                (("logprobs", "candidate_logprobs"), False),
+                *(
+                    (step, True, ["candidates", "engine_candidate_logprobs", "old_candidate_logprobs"])
+                    for step in (0, 1)
+                ),
+            ],
+        ),
     ],
 )
 def test_what_a_loss_does_not_ask_for_is_not_computed(settings, size, passes):
     policy = Watched(VOCAB)
     loss = PolicyLoss(LossConfig(**{"kl_coef": 0.0} | settings))
-    metrics = update(OneProcess(), Trainee(policy=policy, loss=loss, samples_per_optimizer_step=size), rollouts(2))
+    made = []
+    for r in rollouts(2):
+        head = (np.zeros((len(r.tokens), 3), np.int32), np.full((len(r.tokens), 3), -2.0, np.float32))
+        made.append(replace(r, values={**r.values, **dict(zip(HEAD, head, strict=True))}))
+    metrics = update(OneProcess(), Trainee(policy=policy, loss=loss, samples_per_optimizer_step=size), made)
     assert policy.asked == passes and metrics["optimizer_steps"] == len([p for p in passes if isinstance(p[0], int)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from megatron_rl.algorithms.centering import ENGINE_CANDIDATES
 from megatron_rl.batches.packed_batch import CANDIDATES
+from megatron_rl.engines.embedded import token_sampling
 from megatron_rl.engines.embedded.embedded_engine import EmbeddedEngine
 from megatron_rl.engines.http import ServerLost
+from megatron_rl.engines.kind import ModelFacts
 from megatron_rl.engines.protocol import EngineError, Sampling, complete, empty
+from megatron_rl.engines.vllm import routes
+from megatron_rl.engines.vllm.client import VllmServer
+from megatron_rl.engines.vllm.settings import Vllm
 from megatron_rl.training.rollouts import continued, from_completion
-from megatron_rl.training.write_ahead import LogFile
 from megatron_rl.types import Prompt
 
 TOP = 5
@@ -104,7 +109,7 @@ def test_sglang_is_asked_for_flat_arrays(stub):  # noqa: F811
     assert body["top_logprobs_num"] == 2
     assert body["return_flat_raw_output_top_logprobs"] and body["return_flat_raw_top_logprobs_b64"]
     for broken, says in (
-        (answer(), "KeyError"),
+        (answer(), r"likeliest tokens are object \(\)"),
         (answer(**about([1, 4])), r"likeliest tokens are int32 \(1, 4\)"),
         (answer(**about([2, 2], ids + 97)), "tokens from 98 to 103"),
     ):
@@ -130,10 +135,31 @@ def test_rollouts_have_zeros_where_the_engine_sampled_nothing():
     assert nothing.values[CANDIDATES].shape == (2, 2), "a prompt that fills the context has a row for each token"
 
 
-def test_addresses_of_samples_are_as_before_for_requests_that_do_not_ask(tmp_path):
-    """A log of an earlier version of the program, whose settings had no `top`, is used."""
-    plain = Sampling(max_tokens=4)
-    assert " top=" not in repr(replace(plain, top=3))
-    logs = [LogFile(tmp_path / name, "f").samples("r") for name in ("a", "b")]
-    tokens = np.array([1, 2], np.int32)
-    assert logs[0].known(1, tokens, plain)[0] != logs[1].known(1, tokens, replace(plain, top=3))[0]
+def test_draws_hold_no_memory_of_the_whole_vocabulary():
+    """Tensors of a step are kept until the completions are built."""
+    logits, keys = torch.randn(4, 1000), torch.arange(4)
+    for top in (0, 3):
+        for held in token_sampling.draw(logits, Sampling(max_tokens=1, top=top), keys, keys):
+            assert held.untyped_storage().nbytes() <= held.numel() * held.element_size()
+
+
+@pytest.mark.parametrize("told", [None, SimpleNamespace(logprobs=[], token_ids=[])])
+def test_completion_without_tokens_has_arrays_without_rows(told):
+    """vLLM's answer to a request that is aborted in its queue."""
+    output = SimpleNamespace(
+        token_ids=[], logprobs=told, routed_experts=None, finish_reason="abort", stop_reason=None, weight_versions=[]
+    )
+    about, part = routes._told(output)
+    server = VllmServer("http://127.0.0.1:1", "t", Vllm(), 5, ModelFacts(vocab=97))
+    part.setdefault("logprobs", np.empty(0, np.float32))
+    completion = server._drawn(about, part, Sampling(max_tokens=4, top=3), 2, 4)
+    assert completion.top_ids.shape == completion.top_logprobs.shape == (0, 3)
+
+
+def test_requests_without_log_probs_have_no_likeliest_tokens(tmp_path):
+    sampling = Sampling(max_tokens=4, top=3, logprobs=False)
+    with engines_in(tmp_path) as run_engines:
+        run_engines.start()
+        [[completion]] = complete(run_engines.serving(replicas=1), PROMPTS[:1], sampling)
+        assert completion.top_ids is None
+    assert empty(sampling).top_ids is None

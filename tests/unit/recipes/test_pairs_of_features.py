@@ -223,15 +223,29 @@ PAIRS: dict[str, dict[str, Cell]] = {
             "those of the other tokens cannot be", CENTERED, "rollouts={max_staleness: 1, mixed: rescore}"
         ),
         "temperature 0": refused("set it above 0", CENTERED, "roles.generator.sampling.temperature=0"),
-        "cut sampling, embedded engine and vLLM": covered(
+        "temperature 0 of a role that shares the policy": refused(
+            "roles.solver.sampling.temperature = 0",
+            "roles.proposer.loss.centering=20",
+            "roles.solver.sampling.temperature=0",
+            example="published/evolve_qwen2.5_3b",
+        ),
+        "`debug.replay`": refused("stored rollouts may lack", CENTERED, "debug.replay=runs/other"),
+        "cut sampling, embedded engine": covered(
             "unit/engines/test_likeliest_tokens.py"
             "::test_embedded_engine_returns_the_head_of_the_distribution_that_it_samples_from"
         ),
+        "cut sampling, vLLM": covered("servers/test_engines_vllm.py::test_vllm_conforms"),
         "cut sampling, SGLang": refused(
-            "SGLang returns the most likely tokens before it removes tokens",
+            "return the most likely tokens before tokens are removed",
             CENTERED,
             "engine.kind=sglang",
             "roles.generator.sampling.top_k=20",
+        ),
+        "several optimizer steps": covered(
+            "unit/batches/test_data_parallel_split.py::test_what_a_loss_does_not_ask_for_is_not_computed"
+        ),
+        "a request that is aborted in its queue": covered(
+            "unit/engines/test_likeliest_tokens.py::test_completion_without_tokens_has_arrays_without_rows"
         ),
         "refits during generation": covered(
             "unit/engines/test_likeliest_tokens.py::test_pool_joins_the_likeliest_tokens_of_what_a_refit_cuts"
