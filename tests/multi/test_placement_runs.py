@@ -59,17 +59,17 @@ def test_placement_twenty_kills_at_random_moments_change_no_bit(base, monkeypatc
         own = {} if engine == "embedded" else {"urls": urls}
         whole = f"{engine}_{k}_whole"
         placement_runs.train(placement_runs.tango(base, whole, 4, APART, max_staleness=k, **own))
-        chance, kills, name = random.Random(f"{engine} {k}"), 0, ""
+        chance, kills, ended, name = random.Random(f"{engine} {k}"), 0, 0, ""
         monkeypatch.setenv(placement_runs.NAPS, "3")
         while kills < KILLS:
-            name = name or f"{engine}_{k}_killed_{kills}"
+            name = name or f"{engine}_{k}_killed_{ended}"
             file = placement_runs.tango(base, name, 4, APART, max_staleness=k, **own)
             monkeypatch.setenv(placement_runs.KILL, f"{chance.randrange(4)}:{chance.randrange(2, 30)}")
             if "ended" in placement_runs.train(file, check=False):
                 kills += 1
             else:  # it ended before the command
                 assert placement_runs.weights(base, name) == placement_runs.weights(base, whole) != {}
-                name = ""
+                name, ended = "", ended + 1
         monkeypatch.delenv(placement_runs.KILL)
         if name:
             placement_runs.train(placement_runs.tango(base, name, 4, APART, max_staleness=k, **own))
