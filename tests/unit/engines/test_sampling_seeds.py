@@ -50,7 +50,7 @@ def chi_square(tokens, probabilities):
 )
 def test_draws_follow_the_distribution_by_chi_square(settings, over):
     sampling = Sampling(max_tokens=1, seed=5, **settings)
-    tokens, logprobs, model_logprobs = draws(sampling, over=over)
+    tokens, logprobs, model_logprobs, *_ = draws(sampling, over=over)
     wanted = processed(LOGITS[None], sampling)[0]
     assert chi_square(tokens, wanted.exp()) < 4
     torch.testing.assert_close(logprobs, wanted[tokens])
@@ -58,7 +58,7 @@ def test_draws_follow_the_distribution_by_chi_square(settings, over):
 
 
 def test_a_wrong_distribution_fails_the_chi_square():
-    tokens, _, _ = draws(Sampling(max_tokens=1))
+    tokens, *_ = draws(Sampling(max_tokens=1))
     assert chi_square(tokens, (LOGITS * 1.05).softmax(-1)) > 4
 
 
@@ -79,7 +79,7 @@ def test_truncation_keeps_what_it_says():
 
 
 def test_greedy_takes_the_largest_and_is_certain():
-    tokens, logprobs, model_logprobs = draw(
+    tokens, logprobs, model_logprobs, *_ = draw(
         LOGITS[None], Sampling(max_tokens=1, temperature=0.0), torch.tensor([1]), torch.tensor([1])
     )
     assert tokens.tolist() == [0] and logprobs.tolist() == [0.0]
