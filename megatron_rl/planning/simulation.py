@@ -206,6 +206,12 @@ class _Job:
     running: bool = False
 
 
+def _follows(job: _Job, earlier: _Job) -> bool:
+    """Returns whether a command begins after the end of an earlier one: each rank runs one command at a time, and the
+    driver sends the weights of one policy at a time."""
+    return _overlap(job.ranks, earlier.ranks) or job.kind == earlier.kind == "refit"
+
+
 class Simulation:
     """The state of a simulated run."""
 
@@ -282,7 +288,7 @@ class Simulation:
             self._fill(servers)
         self._post()
         for place, job in enumerate(self._jobs):
-            if not job.running and not any(_overlap(job.ranks, other.ranks) for other in self._jobs[:place]):
+            if not job.running and not any(_follows(job, other) for other in self._jobs[:place]):
                 job.running = True
                 self._wait(job.seconds, job.iteration, job.kind, job)
                 self._pause(job, 1)
