@@ -85,8 +85,8 @@ def centering_losses(
     live: Statistics,
     batch: Batch,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the terms, [N], that center the gradient when they are added to the objective's losses, and metrics, [N]
-    each. The terms are 0 at labels that the policy did not sample.
+    """Returns loss terms, [N], that the caller adds to the objective's losses: their gradient is minus the drift (see
+    the docstring of the module). They are 0 at labels that the policy did not sample. Also returns metrics, [N] each.
 
     The metric `head_mass` is the engine's probability of the candidates. `drift_mass` is the size of what is
     subtracted: the sum of its absolute values over the logits of the candidates, for an advantage of 1.
@@ -115,7 +115,8 @@ def _coefficients(
     """
     logprobs, _, engine = head
     rests = [(1 - one.exp().sum(-1)).clamp(min=LEAST_REST) for one in head]
-    # mean of log p over the tail, weighted by p: what is missing in the sum p log p = -entropy
+    # Mean of log p over the tail, weighted by p. The sum of p log p over all tokens is -entropy, so the tail's part of
+    # the sum is -entropy minus the part of the candidates.
     inside = (logprobs.exp() * logprobs).nan_to_num(0.0).sum(-1)
     typical = torch.minimum((-entropy - inside) / rests[0], rests[0].log())
     tails = [typical + (rest / rests[0]).log() for rest in rests]

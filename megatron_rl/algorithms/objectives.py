@@ -205,9 +205,10 @@ def dppo_tv(
 def dppo_kl(
     live: Statistics, batch: Batch, *, clip_low: NotNegative = 0.05, clip_high: NotNegative = 0.05, cap: Positive = 20.0
 ) -> Answer:
-    """Computes the loss of `dppo_tv`, but the bounds apply to the KL divergence between two distributions over two
-    events, the token and all other tokens (DPPO-Binary-KL, arXiv 2602.04879; verl's dppo_kl). Tokens that have moved
-    against their advantage stay in the loss.
+    """Computes the loss of `dppo_tv` with bounds on a KL divergence: that of (p, 1 - p) from (p_old, 1 - p_old), where
+    p is the probability of the token, and 1 - p that of all other tokens together (DPPO-Binary-KL, arXiv 2602.04879;
+    verl's dppo_kl). A token whose probability fell stays in the loss if its advantage is positive, and a token whose
+    probability rose stays if its advantage is not positive.
     """
     logprobs, old = live.logprobs.detach(), batch.old
     p, p_old = logprobs.exp(), old.exp()

@@ -91,7 +91,7 @@ class Completion:
     # [prompt + T - 1, L, k] int16, ids of the k experts chosen per token and layer; None if not returned by the engine
     experts: np.ndarray | None = None
     # [T, k] int32 and float32: the k most likely tokens under the sampling distribution at each position, most likely
-    # first, and their log-probs, -inf for tokens that truncation removes; None if not requested (Sampling.top)
+    # first, and their log-probs, -inf for tokens that top_k, top_p or min_p remove; None if Sampling.top is 0
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
     # Tandem RL only: [T] bool, True if the senior model generated the token; `logprobs` come from each token's author

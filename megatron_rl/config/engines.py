@@ -56,7 +56,8 @@ class Servers:
     tells_experts: ClassVar[bool] = False
     # Whether a server's answers have the most likely tokens at each position, as roles.NAME.loss.centering needs
     tells_top: ClassVar[bool] = False
-    # Whether these tokens are those of the distribution before top_p, top_k and min_p remove tokens
+    # Whether a server returns the most likely tokens of the distribution before top_p, top_k and min_p remove tokens,
+    # and not those of the distribution from which it samples
     top_before_cuts: ClassVar[bool] = False
     # Whether a server receives fused expert weights in pinned host memory even if refit.staging = off, so that
     # `megatron-rl plan` counts this memory

@@ -6,7 +6,7 @@ the server.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -89,15 +89,16 @@ def read_logprobs(told: Any, shape: tuple[int, ...]) -> np.ndarray:
     return numbers
 
 
-def read_top(ids: Any, logprobs: Any, shape: tuple[int, int], vocab: int) -> dict[str, np.ndarray]:
-    """Converts the k most likely tokens at each of T positions, and their log-probs, to the fields of a Completion.
-    `shape`: (T, k). A log-prob may be -inf: sampling settings such as top_k remove the token.
+def read_top(told: Mapping[str, Any], shape: tuple[int, int], vocab: int) -> dict[str, np.ndarray]:
+    """Converts the arrays `top_ids` and `top` of a response, which are the k most likely tokens at each of T positions
+    and their log-probs, to the fields of a Completion. `shape`: (T, k). A log-prob of -inf means that top_k, top_p or
+    min_p removes the token.
 
     Raises AnswerError if a shape differs, if an id is outside the vocabulary, or for an invalid log-prob.
     """
     if not shape[0]:
         return {"top_ids": np.empty(shape, np.int32), "top_logprobs": np.empty(shape, np.float32)}
-    array, numbers = np.asarray(ids), np.asarray(logprobs)
+    array, numbers = np.asarray(told.get("top_ids")), np.asarray(told.get("top"))
     require(array.shape == shape and array.dtype.kind in "iu", f"likeliest tokens are {array.dtype} {array.shape}")
     check_ids(array, vocab)
     removed = np.isneginf(numbers) if numbers.dtype.kind == "f" else np.zeros(numbers.shape, np.bool_)

@@ -146,7 +146,7 @@ class Server:
         drawn: Any,
         model: Any,
         experts: np.ndarray | None = None,
-        top: tuple[Any, Any] | None = None,
+        arrays: Mapping[str, np.ndarray] | None = None,
     ) -> Completion:
         """Checks and returns one completion of T `tokens`. Raises AnswerError for invalid values, and KeyError if
         `about` lacks a field.
@@ -157,11 +157,13 @@ class Server:
         `drawn`: [T] log-probs under the sampling distribution, or None if the server returned none (nan in the
         completion).
         `model`: [T] log-probs under the model at temperature 1, or None if the server returned none.
-        `top`: the ids and the log-probs of the most likely tokens, [T, k] each; None if not requested.
+        `arrays`: the arrays of the response. If the most likely tokens were requested, `top_ids` and `top` are their
+            ids and log-probs, [T, k] each. A completion without tokens, as of an aborted request, comes without them.
         """
         told, own = (
             None if each is None else response_parsing.read_logprobs(each, tokens.shape) for each in (drawn, model)
         )
+        shape = len(tokens), sampling.num_top
         # A greedy token is sampled from a point mass, so its log-prob is 0.
         unknown = 0.0 if sampling.greedy else np.nan
         told_spans = () if self.version_route is None else about["weight_versions"]
@@ -172,7 +174,7 @@ class Server:
             stop=self._stop(about["finish_reason"], about["stop_reason"], sampling),
             model_logprobs=own,
             experts=experts,
-            **({} if top is None else response_parsing.read_top(*top, (len(tokens), sampling.num_top), self._vocab)),
+            **(response_parsing.read_top(arrays or {}, shape, self._vocab) if sampling.num_top else {}),
             versions=response_parsing.read_versions(spans, len(tokens)),
         )
 

@@ -16,7 +16,7 @@ from megatron_rl.spec.run_spec import SftSpec, Spec
 from megatron_rl.weights.counting import Parallel, adapter_elements, total
 
 TOKEN_BYTES = 16  # bytes of a token in a file of rollouts: its id, its log-prob and its text
-TOP_BYTES = 8  # bytes of each of the most likely tokens at a position (loss.centering): its id and its log-prob
+TOP_BYTES = 8  # bytes of a stored candidate token of loss.centering: its id and its log-prob
 TEXT_BYTES = 4  # bytes of the text of a token
 
 

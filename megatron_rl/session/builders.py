@@ -174,7 +174,8 @@ def context(
 
 
 def _top_of(role: RoleSpec) -> int:
-    """Returns how many of the most likely tokens the loss of a policy reads at each position."""
+    """Returns the number of the engine's most likely tokens at each position that the loss of a policy reads: 0
+    without loss.centering."""
     return role.loss.centering if role.has_policy and role.head is None else 0
 
 

@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
     logprobs: Tensor  # [B] float32, log-probs under the sampling distribution
     model_logprobs: Tensor  # [B] float32, log-probs under the model at temperature 1
     top_ids: Tensor  # [B, k] int32, the most likely tokens under the sampling distribution
-    top_logprobs: Tensor  # [B, k] float32, -inf for tokens that truncation removes
+    top_logprobs: Tensor  # [B, k] float32, -inf for tokens that top_k, top_p or min_p remove
 
 
 def uniforms(keys: Tensor, positions: Tensor) -> Tensor:

@@ -219,9 +219,7 @@ class SglangServer(Server):
         scaled = response_parsing.read_logprobs(own["scaled"], tokens.shape)
         drawn = own.get("drawn", ()) if sampling.truncated else scaled
         model = scaled if sampling.greedy or sampling.temperature == 1 else None
-        # a completion without tokens, such as an aborted one, has no arrays of likeliest tokens
-        top = (own.get("top_ids"), own.get("top")) if sampling.num_top else None
-        return self._completion(about, tokens, sampling, drawn=drawn, model=model, top=top)
+        return self._completion(about, tokens, sampling, drawn=drawn, model=model, arrays=own)
 
     def _text_scores(self, about: Mapping[str, Any], own: Arrays, tokens: np.ndarray, k: int) -> TopScores:
         told = own["prompt"][1:]  # the first token has no log-prob

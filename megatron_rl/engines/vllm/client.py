@@ -229,9 +229,7 @@ class VllmServer(Server):
             # After an aborted request, for example, experts of some tokens are missing. Then all experts are dropped.
             experts = experts if 0 < len(experts) == prompt + len(tokens) - 1 else None
         model = told if sampling.plain or sampling.greedy else None
-        # a completion without tokens, such as an aborted one, has no arrays of likeliest tokens
-        top = (part.get("top_ids"), part.get("top")) if sampling.num_top else None
-        return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts, top=top)
+        return self._completion(choice, tokens, sampling, drawn=told, model=model, experts=experts, arrays=part)
 
 
 class AdapterServer(VllmServer):
